@@ -77,11 +77,11 @@ class EventLog:
         self._log(logging.INFO, name, fields)
 
     def warning(self, name: str, **fields: Any) -> None:
-        """Write an event that somebody should look at some day."""
+        """Write an event to look at some day."""
         self._log(logging.WARNING, name, fields)
 
     def error(self, name: str, **fields: Any) -> None:
-        """Write an event that somebody should look at now."""
+        """Write an event to look at now."""
         self._log(logging.ERROR, name, fields)
 
     def close(self) -> None:

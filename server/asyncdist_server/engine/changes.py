@@ -162,7 +162,7 @@ class ChangeLog:
         self._excluded_prefix = excluded_prefix
         self.namespaces: dict[str, NamespaceChanges] = {}
         self.touched: list[NamespaceChanges] = []
-        self.clients: dict[bytes, str | None] = {}  # the namespace of who came, None for who is forgotten
+        self.clients: dict[bytes, str | None] = {}  # a client's namespace, None if the client is forgotten
         self.known: set[bytes] = set()  # clients of which the journal knows
         self.replies: dict[bytes, list[Reply]] = {}
         # Of the replies that carry an item of a queue, by request id: the queue where it goes back if the client is
@@ -197,7 +197,7 @@ class ChangeLog:
             self.dirty = True
 
     def client_forgotten(self, client_id: bytes) -> None:
-        """Note that a client is not to be known any more. Nobody waits for that to be written."""
+        """Note that a client is not to be known any more. No answer waits for that to be written."""
         if client_id in self.known:
             self.known.discard(client_id)
             self.clients[client_id] = None

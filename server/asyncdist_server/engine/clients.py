@@ -80,7 +80,7 @@ class Client:
         self.name = ""  # these three are for people
         self.rank: int | None = None
         self.address = ""
-        self.work_bytes = 0  # what its requests took that may take long; whoever gives turns sets it back
+        self.work_bytes = 0  # bytes of work of its long requests; reset by its connection at each turn
         self.blocked: dict[int, Waiter] = {}
         # Replies to mutations: not yet in a frame (None: this client never retries), and by the frame they went in.
         self.unsent: list[Reply] | None = None if client_id is None else []

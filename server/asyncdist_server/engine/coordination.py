@@ -220,7 +220,7 @@ def _join(state: StoreState, client: Client, request: Request, now: float) -> Re
     reply = job.join(client, request, lease, now)
     hold = client.namespace.holds.get(job.prefix)
     if hold is None or hold.job is not job:
-        job.end()  # nobody was admitted yet
+        job.end()  # no member was admitted yet
     return reply
 
 

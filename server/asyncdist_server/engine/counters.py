@@ -1,6 +1,6 @@
 """What a running daemon counts, in plain numbers that cost the requests next to nothing. No clock and no I/O.
 
-Metrics are made of these when somebody asks for them, see `http`.
+Metrics are made of these at each scrape, see `http`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Histogram:
         self.sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count `value` so many times."""
+        """Count `value` `times` times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 

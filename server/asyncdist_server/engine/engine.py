@@ -169,7 +169,7 @@ class StoreEngine:
             return
         self.frames_sent(client, 0)  # what it was not sent may stay for long: it is charged from now on
         client.closed = True
-        # Who is remembered must not keep the connection alive, with all that it has read and not run.
+        # A client that is remembered must not keep its connection alive, with all that it has read and not run.
         client.deliver, client.on_superseded = _deliver_to_nobody, None
         self._state.now = now
         del self._state.clients[client]
@@ -271,7 +271,7 @@ class StoreEngine:
         prefixes: list[bytes] | None = None,
         accept: Callable[[bytes], bool] | None = None,
     ) -> None:
-        """Remove all keys and queues of `namespace`, or those that `StoreState.clear` says. Wakes nobody."""
+        """Remove all keys and queues of `namespace`, or those that `StoreState.clear` says. Wakes no client."""
         home = self._namespaces.get(namespace)
         if home is not None:
             self._state.clear(home, prefixes, accept)
@@ -334,7 +334,7 @@ class StoreEngine:
         """Answer the blocked requests whose time is over with TIMEOUT, end leases, forget clients that stayed away.
 
         `late_s` is by how much the call comes later than it was asked for. If that is long, the caller was stopped, and
-        whoever kept a lease alive meanwhile, or came back, gets a chance to be heard.
+        a client that kept a lease alive meanwhile, or came back, gets a chance to be heard.
         """
         self._state.now = now
         self._state.wake_more()
@@ -353,7 +353,7 @@ class StoreEngine:
             self.give_up(client_id)
 
     def _spare(self, late_s: float, now: float) -> None:
-        self._state.age_offset_s -= late_s  # nobody was served meanwhile
+        self._state.age_offset_s -= late_s  # no client was served meanwhile
         for namespace in self._namespaces.values():
             self._state.leases.spare(namespace, late_s, now)
         self._state.recorder.spare(late_s, now)

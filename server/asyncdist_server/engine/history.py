@@ -1,6 +1,6 @@
-"""What happened to the keys of one prefix lately, and who waits for more. No clock and no I/O.
+"""What happened to the keys of one prefix lately, and which watches wait for more. No clock and no I/O.
 
-A history begins with the first watch of its prefix and ends when nobody has watched it for a while; only keys under
+A history begins with the first watch of its prefix and ends when it has had no watch for a while; only keys under
 a watched prefix are recorded, and each prefix by itself, so that other keys neither cost anything nor push events
 out. Watchers share it: one that is slow holds nothing here, it finds that events it has not read are gone.
 """
@@ -27,7 +27,7 @@ HISTORY_EVENTS: Final = 16_384
 HISTORY_BYTES: Final = 8 * 1024 * 1024
 """Most bytes of events remembered for a prefix; the newest stays whatever its size."""
 HISTORY_LINGER_S: Final = 120.0
-"""How long a prefix nobody watches is still recorded: as long as a client that went away is remembered."""
+"""How long a prefix without a watch is still recorded: as long as a client that went away is remembered."""
 NOTED_S: Final = 15.0
 """After so much of that time the journal is told when it began; without that, a restart begins it anew."""
 HISTORY_OVERHEAD_BYTES: Final = 1500
@@ -41,7 +41,7 @@ REPLY_BYTES: Final = 256 * 1024
 
 
 class Recorder:
-    """The histories of all namespaces, and who waits for more of them."""
+    """The histories of all namespaces, and which watches wait for more of them."""
 
     __slots__ = ("_histories", "_state", "filled")
 
@@ -74,7 +74,7 @@ class Recorder:
         return history
 
     def end(self, history: History) -> None:
-        """Record nothing more for a prefix that nobody watches."""
+        """Record nothing more for a prefix without a watch."""
         self._state.timers.end(history)
         namespace, length = history.namespace, len(history.prefix)
         del namespace.histories[history.prefix]
@@ -88,7 +88,7 @@ class Recorder:
         self._state.record_bytes(-history.bytes)
 
     def record(self, namespace: Namespace, kind: int, key: bytes, value: bytes) -> None:
-        """Remember what happened to `key` for every prefix that is watched, and tell who waits for it."""
+        """Remember what happened to `key` for every prefix that is watched, and tell the watches that wait for it."""
         state = self._state
         state.revision += 1
         event: Event = (state.revision, kind, key, value)
@@ -117,7 +117,7 @@ class Recorder:
             history.extend(events)
 
     def spare(self, late_s: float, now: float) -> None:
-        """End nothing for as long as the daemon did not run, up to the whole time: somebody may want to watch."""
+        """End nothing for as long as the daemon did not run, up to the whole time: a watch may want to go on."""
         for history in self._histories:
             history.seen_at = max(history.seen_at, now - HISTORY_LINGER_S + min(late_s, HISTORY_LINGER_S))
 
@@ -156,14 +156,14 @@ class History:
         self.floor = state.revision
         self.bytes = HISTORY_OVERHEAD_BYTES + len(prefix)
         self.pinned = False  # a job needs it
-        self.seen_at = 0.0  # when somebody watched last
+        self.seen_at = 0.0  # when a watch asked last
         self.idle_since: float | None = None  # how old the store was then, once the journal is to know it
         self.deadline: float | None = None
         self.armed = False
         self.done = False
 
     def seen(self) -> None:
-        """Note that somebody watches, or did until now."""
+        """Note that there is a watch, or was one until now."""
         self.seen_at = self._state.now
         if self.idle_since is not None:
             self.idle_since = None
@@ -173,7 +173,7 @@ class History:
             self._state.timers.arm(self)
 
     def resume(self, since: float, now: float) -> None:
-        """Go on where nobody has watched since the store's age was `since`."""
+        """Go on without a watch since the store's age was `since`."""
         self.idle_since = since
         self.seen_at = now - HISTORY_LINGER_S + left_s(HISTORY_LINGER_S, since, self._state.age_at(now))
         self.deadline = self.seen_at + HISTORY_LINGER_S
@@ -195,7 +195,7 @@ class History:
             self.drop_oldest()
 
     def extend(self, events: list[Event]) -> None:
-        """Remember `events`, or as many of the last of them as may be, and tell who waits for one."""
+        """Remember `events`, or as many of the last of them as may be, and tell the watches that wait for one."""
         kept = events[-HISTORY_EVENTS:]
         if len(kept) < len(events):
             while self.events:
@@ -212,7 +212,7 @@ class History:
             self.tell(events[0])
 
     def tell(self, event: Event) -> None:
-        """Answer who waits for more with `event`."""
+        """Answer the watches that wait for more with `event`."""
         state = self._state
         answer = (event[0] + 1, [event])
         for waiter in self.namespace.watchers.take_all(self.prefix):
@@ -240,7 +240,7 @@ class History:
         """Return the oldest events that are not before `revision`, as many as one answer should hold."""
         found: list[Event] = []
         size = 0
-        # From the end: whoever reads along has read nearly all of them.
+        # From the end: a watch that keeps up has read nearly all of them.
         newest_first = []
         for event in reversed(self.events):
             if event[0] < revision:
@@ -254,7 +254,7 @@ class History:
         return found
 
     def fire(self, now: float) -> None:
-        """End the history when nobody has waited for more of it for long enough."""
+        """End the history when no watch has waited for more of it for long enough."""
         if self.pinned or self.prefix in self.namespace.watchers:
             self.seen()
         ends_at = self.seen_at + HISTORY_LINGER_S

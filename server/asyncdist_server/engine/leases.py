@@ -1,4 +1,4 @@
-"""Leases: what lives only as long as somebody vouches for it. No clock and no I/O, times are passed in.
+"""Leases: keys and holds that live as long as a client keeps a lease alive. No clock and no I/O, times are passed in.
 
 A lease ends `ttl_s` after it was last kept alive, or, if it is bound to a connection, `ttl_s` after its client was
 lost without coming back; a goodbye ends it at once. With it go the keys set under it, the locks held under it and the
@@ -95,19 +95,19 @@ class Lease:
         self._state.timers.arm(self)
 
     def vouched(self) -> None:
-        """Note that somebody vouches for the lease, for the journal if it does not know."""
+        """Note that a client keeps the lease alive, for the journal if the journal does not know."""
         if self.idle_since is not None:
             self.idle_since = None
             if self.namespace.changes is not None:
                 self.namespace.changes.lease(self.lease_id)
 
     def fire(self, now: float) -> None:
-        """Nobody vouched for it in time."""
+        """No client kept the lease alive in time."""
         self._state.leases.end(self, EVENT_EXPIRE, now)
 
 
 class Hold:
-    """A prefix whose keys go when nobody needs them any more; satisfies `timers.Timed`."""
+    """A prefix whose keys go when no lease holds it any more; satisfies `timers.Timed`."""
 
     __slots__ = (
         "_state",
@@ -129,7 +129,7 @@ class Hold:
         self.leases: set[Lease] = set()
         self.linger_s = 0.0
         self.job: Job | None = None  # the job that ends with it
-        self.idle_since: float | None = None  # as of a lease, of a prefix that nobody held even then
+        self.idle_since: float | None = None  # as of a lease, of a prefix that no lease held even then
         self.deadline: float | None = None
         self.armed = False
         self.done = False
@@ -159,7 +159,7 @@ class Hold:
             self.namespace.changes.holder(self.prefix, lease.lease_id)
 
     def fire(self, now: float) -> None:
-        """Nobody took it up again: have `Leases.clear_ended` remove everything under the prefix."""
+        """No lease holds the prefix again: have `Leases.clear_ended` remove everything under the prefix."""
         state = self._state
         state.timers.end(self)
         del self.namespace.holds[self.prefix]
@@ -218,7 +218,7 @@ class Leases:
     def renew_all(self, namespace: Namespace, now: float) -> None:
         """Give every lease its full time again: the daemon was away, not those who vouch for them.
 
-        One that nobody vouched for since an earlier restart only has what was left of it.
+        A lease that was not kept alive since an earlier restart only has what was left of it.
         """
         for lease in namespace.leases.values():
             lease.resume(now)
@@ -279,7 +279,7 @@ class Leases:
         return ""
 
     def clear_ended(self) -> list[Namespace]:
-        """Remove everything under the prefixes that nobody took up again; returns the namespaces they were in.
+        """Remove everything under the prefixes that no lease holds again; returns the namespaces they were in.
 
         At most one look at each namespace, however many prefixes end: hundreds of jobs may, at the same moment.
         """

@@ -1,8 +1,8 @@
 """Who takes part in a job: rounds, epochs and ranks. No clock and no I/O, times are passed in.
 
 Members join with a name and a lease. A round is complete when at least `least` members wait for it, every living
-member of the previous round among them, and either `most` wait or nobody new came for `settle_s`. It gets the next
-epoch. Ranks: those who were members before keep their order and come first, so that rank 0 is one who has the job's
+member of the previous round among them, and either `most` wait or no new member came for `settle_s`. It gets the next
+epoch. Ranks: members of the previous round keep their order and come first, so that rank 0 is one who has the job's
 state as long as anybody has it; then the new ones in the order of their names (numbers in names count as numbers).
 
 A name belongs to one member. Who joins under the name of a member whose connection is lost takes its place at once, and
@@ -80,7 +80,7 @@ class Settling:
         self.done = False
 
     def fire(self, now: float) -> None:
-        """Nobody else came."""
+        """No other member came."""
         self._job.complete()
 
 
@@ -152,7 +152,7 @@ class Job:
         self.absent: set[bytes] = set()  # those of them that do not wait: to look for one at each join takes long
         self.leases: dict[bytes, Lease] = {}  # of everyone who came and has not gone
         self.waiting: dict[bytes, Waiter] = {}  # for the next round, in the order they came
-        self.namesakes: dict[bytes, Namesakes] = {}  # by name, who waits for it
+        self.namesakes: dict[bytes, Namesakes] = {}  # by name, the clients that wait for it
         self._settling: Settling | None = None
         self._recall()
 
@@ -229,7 +229,10 @@ class Job:
         return None
 
     def _enter(self, request: tuple[Any, ...], lease: Lease, always: bool = False) -> Reply | None:
-        """Make a member of who asks so, if it is none yet; returns why not. With `always` no full store is a reason."""
+        """Make a member of the client that asks, if it is none yet; returns why not.
+
+        With `always` no full store is a reason.
+        """
         state = self._state
         request_id, _, _, name, least, most, settle_ms, _, _ = request
         if not self.leases:
@@ -293,7 +296,7 @@ class Job:
             self.add(waiter)
 
     def tell_holder(self, name: bytes) -> str:
-        """Return who has `name`, since when, and what to do about it."""
+        """Return which process has `name`, since when, and what to do about it."""
         lease = self.leases[name]
         clients = self._state.every_client()
         told = [part for each in clients if each.identity == lease.owner for part in (each.name, each.address) if part]

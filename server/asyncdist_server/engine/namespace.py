@@ -28,7 +28,7 @@ QUEUE_OVERHEAD_BYTES: Final = 900
 """What a queue costs besides its items: an empty deque already holds one block of 64 places."""
 
 INDEXED_KEYS: Final = 1024
-"""With more keys than this a namespace keeps them sorted, too: to look at so many takes a tenth of a millisecond."""
+"""With more keys than this a namespace keeps them sorted, too: to look at that many takes a tenth of a millisecond."""
 
 
 class Share:
@@ -88,7 +88,7 @@ class Namespace:
 
     @property
     def unused(self) -> bool:
-        """Whether nobody would notice if this object were made anew."""
+        """Whether this object holds nothing, so that it may be made anew at the next use."""
         return not (self.clients or self.values or self.queues or self.leases or self.holds or self.histories)
 
     def present(self, key: bytes) -> bool:

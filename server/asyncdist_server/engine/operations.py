@@ -53,7 +53,7 @@ INT64_MAX: Final = 2**63 - 1
 MAX_INT64_DIGITS: Final = 19
 """More digits than this, leading zeros aside, exceed an int64; int() would take quadratic time on a long value."""
 LISTED_KEYS: Final = 8192
-"""Most keys in one answer to a listing: to find and pack so many takes some 2 ms. The client asks for what follows."""
+"""Most keys in one answer to a listing: to find and pack them takes some 2 ms. The client asks for what follows."""
 LISTED_BYTES: Final = 1024 * 1024
 """Most bytes of keys in it, but for a single key: what a turn's replies may hold."""
 KEY_HEADER_BYTES: Final = 5

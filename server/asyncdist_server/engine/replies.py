@@ -1,8 +1,8 @@
 """Replies that wait for their client to read: encoded in pieces, and bounded together.
 
-A stored value is there once, whoever asks for it. What a thousand clients do not read must not make a thousand copies
-of it, and nobody is to wait while a large one is copied. A value is immutable, so a reply refers to it, and one small
-piece after the other is made of it when there is room for that in the client's socket.
+A stored value is there once for all clients. What a thousand clients do not read must not make a thousand copies of it,
+and no client is to wait while a large one is copied. A value is immutable, so a reply refers to it, and one small piece
+after the other is made of it when there is room for that in the client's socket.
 """
 
 from __future__ import annotations
@@ -122,9 +122,9 @@ def _joined(parts: Iterator[bytes]) -> Iterator[bytes]:
 # ---- how much may wait
 
 UNSAID_FRAMES: Final = 2
-"""Replies of a client may have the values of so many frames of the largest kind: one is being said, one waits."""
+"""Replies of a client may have the values of this many frames of the largest kind: one is being said, one waits."""
 FREED_PART: Final = 8
-"""One in so many bytes is made free at a time, as it takes long to find out how much there is."""
+"""Making room frees one in this many bytes, as it takes long to count how much there is."""
 
 
 class Replies(Protocol):

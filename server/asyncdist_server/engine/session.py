@@ -7,7 +7,7 @@
         session.resume(now); write(session.take_output())
     session.close(now)              # the connection is gone
 
-`on_output` is called when there is output although nobody called the session: another client's request completed a
+`on_output` is called when there is output without a call of the session: another client's request completed a
 blocked one of this client. It is called again whenever such replies have grown by `SMALL_BYTES`. It must not
 call the session or the engine, only take note.
 """

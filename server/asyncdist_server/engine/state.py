@@ -33,7 +33,7 @@ from asyncdist_server.wire.messages import (
 )
 
 KEY_WAITS: Final = frozenset({GET, WAIT, MULTI_GET})
-"""Waits for keys that somebody should set; those for events, locks, items and other members may be long by nature."""
+"""Waits for keys that a client should set; those for events, locks, items and other members may be long by nature."""
 TAKING: Final = frozenset({QUEUE_POP, LOCK, JOIN})
 """Operations that may block and change something when they end: their late replies are remembered for a retry."""
 
@@ -165,7 +165,7 @@ class StoreState:
         always: bool = False,
         kept: int | None = None,
     ) -> str:
-        """Store `value` and wake who waits for `key`, or change nothing and return why.
+        """Store `value` and wake the clients that wait for `key`, or change nothing and return why.
 
         A lease that the key is bound to lets go of it unless `keep_lease`. With `always` no limit refuses it. `kept`
         is how much of the value is as it was, where it only becomes longer.
@@ -254,10 +254,10 @@ class StoreState:
         return len(keys) + len(queues)
 
     def enqueue(self, namespace: Namespace, key: bytes, item: bytes, at_head: bool) -> None:
-        """Give `item` to who has waited longest for one of that queue, or keep it there. No limit refuses it."""
+        """Give `item` to the longest waiting client of that queue, or keep it there. No limit refuses it."""
         waiter = namespace.poppers.take_first(key)
         if waiter is not None:
-            # The queue is empty, else nobody would wait.
+            # The queue is empty, else no client would wait.
             waiter.client.note_taken(waiter.request_id, key)
             self.finish(waiter, (waiter.request_id, OK, item))
             return
@@ -290,7 +290,7 @@ class StoreState:
     ) -> Reply | None:
         """Let a request wait for the missing key at `position`; returns its reply if it may not or need not wait.
 
-        Who waits for something else than a key waits in a `place` of its own.
+        A request that waits for something else than a key waits in a `place` of its own.
         """
         waiter = Waiter(client, request_id, operation, keys, None if timeout_ms is None else now + timeout_ms / 1000)
         waiter.position = position
@@ -427,7 +427,7 @@ class StoreState:
         return request_id, OK, token
 
     def pass_lock_on(self, namespace: Namespace, key: bytes) -> None:
-        """Give a lock that became free to who has waited longest."""
+        """Give a lock that became free to the client that has waited longest."""
         while key not in namespace.values and (waiter := namespace.lockers.take_first(key)) is not None:
             assert type(waiter.argument) is int
             # Not refused where the store is full: to hold a lock takes less room than to wait for it.

@@ -1,4 +1,4 @@
-"""Blocked requests: who waits for which key, in which order, until when. No clock and no I/O.
+"""Blocked requests: which client waits for which key, in which order, until when. No clock and no I/O.
 
 A request waits under one key at a time, even when it needs many: that key is missing, so nothing can be satisfied
 before it arrives. This makes a wait on n keys cost O(n) in all, and every wake-up a fresh look at all of them.
@@ -105,10 +105,10 @@ class WaitList:
         waiter.waits_in = None
 
     def give_up(self, waiter: Waiter) -> None:
-        """Nothing: who waits for keys leaves no trace."""
+        """Do nothing: a request that waits for keys leaves no trace."""
 
     def missing(self) -> list[bytes]:
-        """Return the keys that somebody waits for here."""
+        """Return the keys for which requests wait here."""
         return list(self._waiters)
 
     def explain(self) -> str:

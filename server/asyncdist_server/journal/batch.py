@@ -69,7 +69,7 @@ GAPS: Final = 4
 """Flag of a batch: events may be missing before it. What the batches before say of histories is void."""
 
 PART_BYTES: Final = 16 * 1024 * 1024
-"""A batch is cut into rows of about so many bytes, or one value that is larger."""
+"""A batch is cut into rows of about this many bytes, or one value that is larger."""
 CLEAN_AT_ONCE_BYTES: Final = 64 * 1024
 """How much is cleaned with a batch, besides twice what the last one wrote: more than grows, less than delays."""
 FLOOR_REPLIES: Final = 1024

@@ -6,9 +6,9 @@ journal.sqlite       the journal, with a -wal beside it while a daemon runs or a
                      note of its last row that was acknowledged
 backups/             what `asyncdist-server backup` made
 unfinished           the name of the backup that is being made there, so that a kill leaves nothing for ever
-backups/request-*    one who waits for a backup, and backups/answer-* what it is told
+backups/request-*    a process that waits for a backup, and backups/answer-* what it is told
 
-What a kill leaves of the last two, and of files half written, is removed by whoever has the directory next.
+What a kill leaves of the last two, and of files half written, is removed by the next process that has the directory.
 
 It is used by the user to whom it belongs, and no other can write to it: a user who could put a link in the place of a
 file there could have the daemon write elsewhere. What root does there, it does as that user: `ops.privileges`.
@@ -42,7 +42,7 @@ _LEFT: Final = (
     ".unfinished-*",
     ".journal.*-*",
 )
-"""What a kill leaves of whoever asks a daemon for a backup, of an answer, and of files that `write_durably` writes."""
+"""What a kill leaves of a request for a backup, of its answer, and of files that `write_durably` writes."""
 _HOLDER: Final = re.compile(rb"([1-9][0-9]{0,9})( listens)?\n")
 _SUFFIXES: Final = ("", "-journal", "-wal", "-shm")
 """A file of SQLite's, and what may be beside it after a kill."""
@@ -135,7 +135,7 @@ class DataDirectory:
     def begin_backup(self, path: Path) -> Path:
         """Return where to write the backup `path` until it is whole. What others write in its directory is not touched.
 
-        `remove_unfinished` comes last, here or, after a kill, in whoever has the data directory next.
+        `remove_unfinished` comes last, here or, after a kill, in the next process that has the data directory.
         """
         self.remove_unfinished()
         unfinished = path.with_name(f".{path.name}.tmp")
@@ -192,7 +192,7 @@ def make_directory(path: Path) -> None:
 
 
 def remove_database(path: Path) -> None:
-    """Remove a file of SQLite's that nobody uses, if it is there, and what is beside it."""
+    """Remove a file of SQLite's that no process uses, if it is there, and what is beside it."""
     for suffix in _SUFFIXES:
         path.with_name(path.name + suffix).unlink(missing_ok=True)
 

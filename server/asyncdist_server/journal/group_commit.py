@@ -28,7 +28,7 @@ from asyncdist_server.journal.replay import Replay
 from asyncdist_server.logs import EventLog
 
 LATE_S: Final = 0.05
-"""How long what nobody waits for may stay out of the journal; most of it goes with a commit that comes sooner."""
+"""How long a change for which no answer waits may stay out of the journal; most go with an earlier commit."""
 FIRST_AGE_S: Final = 1.0
 """After so long a daemon that came back with something to end notes for how long it has run, then whenever it has run
 twice as long as it noted: so at least half of each longer life counts, for few commits, whatever ends it."""
@@ -36,7 +36,7 @@ LOST_REVISIONS: Final = MAX_DELAY_MS * 1000
 """How many revisions are left out where some may be lost: one for each microsecond of the longest delay. A clock that
 was not set back leaves out as many by itself; else locks would give tokens that others were given before."""
 SLOW_COMMIT_S: Final = 1.0
-"""A commit under way for so long is told: whoever asks the daemon for more than its status waits for it."""
+"""A commit under way for this long is logged: clients that ask for more than the status wait for it."""
 TIDY_BYTES: Final = 1024 * 1024
 """How much is written between two looks at whether the journal has something to tidy up."""
 TIDY_S: Final = 1.0
@@ -57,7 +57,7 @@ def _without_collector() -> Iterator[None]:
 
 
 def _unheard(result: Any, error: BaseException | None) -> None:
-    """Take the outcome of what nobody waits for."""
+    """Take the outcome of a commit for which no answer waits."""
 
 
 class Runner(Protocol):
@@ -132,7 +132,7 @@ class GroupCommit:
         self._untidy_bytes = 0
         self._tidy_timer: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | asyncio.Handle | None = None  # for the next commit
-        self._patient = False  # whether that is one nobody waits for
+        self._patient = False  # whether no answer waits for that commit
         self._age_timer: asyncio.TimerHandle | None = None
         self._started_age = 0.0
         self._events = events
@@ -342,7 +342,7 @@ class GroupCommit:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        """Stop for good. Whoever waits is not released; a failed write is never tried again."""
+        """Stop for good. Waiting answers are not released; a failed write is never tried again."""
         if self._failed:
             return
         self._failed = True

@@ -1,8 +1,8 @@
 """What the daemon needs of a journal, and what a change has survived that it acknowledges.
 
 `sqlite_journal` is the one implementation. A journal is used from one thread. `read` comes first; a method that fails
-raises `JournalError`, and then nothing may be called any more but `abandon`: after a failed write nobody knows what the
-disk has, and trying again would hide it.
+raises `JournalError`, and then nothing may be called any more but `abandon`: after a failed write it is unknown what
+the disk has, and trying again would hide it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ ROW_OVERHEAD_BYTES: Final = 32
 """What a row costs besides its contents: number, checksum, its place in a page (estimated)."""
 
 MAX_DELAY_MS: Final = 60_000
-"""Longest delay of the relaxed mode: whoever can lose more than a minute wants no journal."""
+"""Longest delay of the relaxed mode: a job that can lose more than a minute wants no journal."""
 MAX_JOURNALED_VALUE_BYTES: Final = 512 * 1024 * 1024
 """Longest value with a journal: SQLite holds no more than 1e9 bytes in a row."""
 _RELAXED: Final = re.compile(r"relaxed:([0-9]{1,9})\Z")

@@ -86,7 +86,7 @@ class JournalThread:
             result = function()
         except BaseException as problem:
             error = problem
-        with contextlib.suppress(RuntimeError):  # the loop is closed, as somebody was tired of waiting
+        with contextlib.suppress(RuntimeError):  # the loop was closed before the journal was
             self._loop.call_soon_threadsafe(outcome, result, error)
         return error
 

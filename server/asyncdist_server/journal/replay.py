@@ -44,7 +44,7 @@ from asyncdist_server.journal.batch import (
 )
 
 STEP_S: Final = 15.0
-"""In steps of so many seconds journals up to format 4 count for how long nobody has watched a prefix."""
+"""Seconds in a step. Journals up to format 4 count in steps for how long a prefix has had no watch."""
 
 _Began = tuple[float | None, int]
 """From which age of the store on a time counts, if the journal says it; and after how many starts of daemons it did."""

@@ -41,7 +41,7 @@ PAGES_OF_A_COMMIT: Final = 3
 BACKUP_STEP_PAGES: Final = 256
 """How much of a backup is copied between two looks at what else is to be written: a few milliseconds' worth."""
 BACKUP_SYNC_STEPS: Final = 4
-"""After so many of them what was copied is synced: to sync all of it at the end would keep commits waiting."""
+"""After this many pages the copy is synced: to sync all of it at the end would keep commits waiting."""
 BACKUP_SPARE_BYTES: Final = 2 * CHECKPOINT_BYTES
 """What a backup leaves free on the disk: the write-ahead log grows meanwhile, and so does the journal."""
 
@@ -289,7 +289,7 @@ class SqliteJournal:
     def abandon(self) -> None:
         """Leave the file as it is. The directory stays locked as long as this process lives."""
         if self._connection is not None:
-            # Nobody may close it, not even the end of the interpreter: that would write again.
+            # It must never be closed, not even by the end of the interpreter: that would write again.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._connection))
             self._connection = None
 

@@ -28,7 +28,7 @@ page. A log that begins anew has other salts, by which frames from before are kn
 
 
 def frame_offset(frames: int, page_bytes: int) -> int:
-    """Return where the frame behind so many `frames` begins in the file."""
+    """Return where the frame behind the first `frames` begins in the file."""
     return _HEADER.size + frames * (_FRAME.size + page_bytes)
 
 

@@ -112,7 +112,7 @@ class BackupRequests:
 
 
 def _requests(backups: Path) -> list[Path]:
-    """Return the requests that are there, and remove the answers that nobody reads any more."""
+    """Return the requests that are there, and remove the answers that no process reads any more."""
     for answer in backups.glob("answer-*"):
         with contextlib.suppress(OSError):
             if time.time() - answer.stat().st_mtime > UNREAD_S:

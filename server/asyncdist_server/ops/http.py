@@ -133,7 +133,7 @@ def _logger(server: StoreServer) -> logging.Logger:
 class _Bounded:
     """Makes the protocols of HTTP connections, and cuts the one that was silent for longest when there are too many.
 
-    So nobody can keep those away who ask whether the daemon is well, by holding connections or forgetting them.
+    So no client that holds or forgets connections can keep a health check away.
     """
 
     def __init__(self, server: Callable[[], asyncio.Protocol]) -> None:

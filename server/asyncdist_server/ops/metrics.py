@@ -1,6 +1,6 @@
 """The daemon's metrics, as numbers: what there is, what it means, and what it is now. `http` gives them to Prometheus.
 
-Nothing here runs unless somebody asks: the daemon counts in `counters`, the rest is looked up.
+Nothing here runs before a scrape: the daemon counts in `counters`, the rest is looked up.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Running the daemon as a service: signals, readiness, the service manager, and an end that leaves nobody guessing."""
+"""Running the daemon as a service: signals, readiness, the service manager, and an end that says why."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ async def _drain(server: StoreServer) -> None:
 
 
 def _say_ready(server: StoreServer, http: str | None, wanted: int) -> None:
-    """Say where the daemon serves, on standard output for whoever started it, and in the log with what is not as it
+    """Say where the daemon serves, on standard output, and in the log with what is not as it
     should be; `wanted` is `--max-connections`."""
     config = server.config
     if config.token is None:
@@ -130,7 +130,7 @@ def _say_ready(server: StoreServer, http: str | None, wanted: int) -> None:
     server.events.info("ready", address=server.address, http=http, pid=os.getpid(), version=version())
     try:
         print(f"asyncdist-server ready on {server.address}" + (f" (http {http})" if http else ""), flush=True)
-    except OSError:  # nobody can read it, and the log has said the same; the interpreter's end must not try it again
+    except OSError:  # it has no reader, and the log has said the same; the interpreter's end must not try it again
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, sys.stdout.fileno())
         os.close(nothing)

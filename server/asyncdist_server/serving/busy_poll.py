@@ -1,7 +1,7 @@
 """Busy polling: a daemon that has just answered looks for the next request for a moment instead of sleeping.
 
 To be woken takes a process about as long as the daemon needs to answer. So for some microseconds after an answer the
-loop turns without sleeping, each time giving its core away to whoever wants it. Where that is mostly in vain, because
+loop turns without sleeping, each time offering its core to other threads. Where that is mostly in vain, because
 clients ask seldom or are many, it is tried less and less often; a daemon that is asked nothing sleeps.
 
 A daemon that is bound to one core may have clients on it. Looking can only take their time then: they run as soon as
@@ -117,17 +117,17 @@ class BusyPoll:
 
 
 def _times_taken() -> int:
-    """Return how often the kernel has given this thread's core to somebody else while it could have run."""
+    """Return how often the kernel has given this thread's core to another thread while it could have run."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw if sys.platform == "linux" else 0
 
 
 def _never() -> int:
-    """Return nothing: whoever shares the core will be moved to another."""
+    """Return nothing: threads that share the core will be moved to another."""
     return 0
 
 
 def busy_poll(loop: asyncio.AbstractEventLoop, duration_us: float) -> BusyPoll | None:
-    """Return one, or None where `duration_us` is 0 or nobody could ask meanwhile, for want of another core."""
+    """Return one, or None where `duration_us` is 0 or no client could ask meanwhile, for want of another core."""
     several = (os.cpu_count() or 1) > 1 and hasattr(os, "sched_yield")
     bound = hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) == 1
     return BusyPoll(loop, duration_us, _times_taken if bound else _never) if several and duration_us > 0 else None

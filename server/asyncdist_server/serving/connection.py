@@ -385,7 +385,7 @@ class Connection(asyncio.Protocol):
         self._server.events.warning(event, peer=self._peer, job=session.job or None, rank=session.rank, reason=reason)
 
     def stop(self) -> None:
-        """End the connection because the daemon stops; replies already made are still sent, and who waits is told."""
+        """End the connection because the daemon stops; replies already made are still sent, a waiting client is told."""
         self._session.say_stopping()
         self._session.close(self._loop.time())
         said_all = not self._held and not self._session.has_output
@@ -404,7 +404,7 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def eof_received(self) -> bool:
-        """Close: a client that stopped sending is leaving or gone, nobody half-closes to go on reading."""
+        """Close: a client that stopped sending is leaving or gone; no client half-closes to go on reading."""
         self._judge_output(unread=self._transport is not None and self._transport.get_write_buffer_size() > 0)
         return False
 

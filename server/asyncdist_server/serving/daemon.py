@@ -191,7 +191,7 @@ class StoreServer:
         self.events.close()
 
     def hurry(self) -> None:
-        """Wait for nobody any more: cut every connection. Ends a `stop` that is under way."""
+        """Wait no longer: cut every connection. Ends a `stop` that is under way."""
         remaining = self._connections | self._ending
         self.cut_count += len(remaining)
         for connection in in_order(remaining):
@@ -203,7 +203,7 @@ class StoreServer:
             await self._emptied.wait()
 
     def journal_failed(self, error: Exception) -> None:
-        """Serve nobody any more: what was not acknowledged by now never will be."""
+        """Serve no client any more: what was not acknowledged by now never will be."""
         self.failure = error
         self.not_ready = "the journal failed"
         self.events.error("journal_failed", reason=str(error))

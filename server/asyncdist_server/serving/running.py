@@ -1,4 +1,4 @@
-"""The stores that threads of this process serve. Apart from them, so that whoever asks loads no daemon."""
+"""The stores that threads of this process serve. A module of its own, so that a look at it loads no daemon."""
 
 from __future__ import annotations
 

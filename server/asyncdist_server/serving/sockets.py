@@ -85,9 +85,9 @@ def descriptor_limit() -> int | None:
 
 
 def connections_within(allowed: int | None, wanted: int) -> int:
-    """Return how many connections to let in, `wanted` at most, where so many descriptors are `allowed`.
+    """Return how many connections to let in, `wanted` at most, with `allowed` descriptors.
 
-    Whoever is beyond that is told so. Without a descriptor left nobody could be told anything: libuv closes what comes
+    A client beyond that is told so. Without a descriptor left no client could be told anything: libuv closes what comes
     without a word, also the connections of those who ask over HTTP how the daemon is.
     """
     if allowed is None:
@@ -96,9 +96,9 @@ def connections_within(allowed: int | None, wanted: int) -> int:
 
 
 def sockets_within(allowed: int | None) -> int:
-    """Return how many sockets of clients to have, with those that just end, where so many descriptors are `allowed`.
+    """Return how many sockets of clients to have, with those that just end, with `allowed` descriptors.
 
-    Who is refused beyond that is not told why: else strangers who read nothing would hold all that are left.
+    A client that is refused beyond that is not told why: else strangers that read nothing would hold all that are left.
     """
     if allowed is None:
         return sys.maxsize

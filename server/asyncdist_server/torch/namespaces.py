@@ -69,8 +69,8 @@ class TorchNamespace:
     """What the torch clients of one port share beyond keys and queues, which are the engine's.
 
     Barriers are not torch's counters: a round ends when `world_size` callers wait at the same moment, so that a key
-    serves any number of rounds, and whoever gave up or died is not counted. The number of all arrivals is still to be
-    read under the key, as torch's server has it, from the end of the round on.
+    serves any number of rounds, and a client that gave up or died is not counted. The number of all arrivals is still
+    to be read under the key, as torch's server has it, from the end of the round on.
 
     A blocking pop is two requests of torch, a wait and a pop. An item that ends a wait is kept for that client until
     its next request, at most `CLAIM_S`, so that no other client's pop can come between.

@@ -21,7 +21,7 @@ class PoppedItems(list[tuple[bytes, bytes]]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._sent = 0  # so many of the first are on their way
+        self._sent = 0  # how many of the first are on their way
         self._sent_at = 0  # since the request of that id
         self.unread = False
         """Whether the client ended without having read what it was sent last."""

@@ -304,7 +304,7 @@ class TorchSession:
             self.say(STOP_WAITING)
 
     def _wait_for_one(self, key: bytes) -> None:
-        """Wait for a value or for an item that nobody else is about to pop: torch's blocking pop begins like this."""
+        """Wait for a value, or an item that no other client is about to pop: torch's blocking pop begins so."""
         namespace = self.namespace
         if key in self.stored.values:
             self.say(STOP_WAITING)
@@ -329,7 +329,7 @@ class TorchSession:
         request_id = self._last_id
         self._waits[request_id] = barrier
         barrier.waiting[self, request_id] = None
-        # For the engine's limits and lists of who waits for what. Nobody sets this key, and nothing follows if he does.
+        # For the engine's limits and its list of waits. No client sets this key, and nothing follows if one does.
         shown = (b"barrier " + key)[: self.engine.limits.key_bytes]
         reply = self.engine.request(self.client, (request_id, GET, shown, None), self.now)
         if reply is not None:

@@ -16,7 +16,7 @@ no reply that means an error: closing the connection is the only refusal.
     GETNUMKEYS, QUEUE_LEN key                                   a number
     DELETE_KEY key                                              1 or 0, as 64 bits
     QUEUE_POP key                                               the length before, and a string if that is not 0
-    LIST_KEYS                                                   a number and so many strings
+    LIST_KEYS                                                   a number, and as many strings
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tokens, the keys derived from them, and the handshake that proves a token in both directions.
 
-One token is one trust domain: whoever has it may do everything. It is never sent. Each use derives a key of its own
-(HKDF-SHA256, RFC 5869), so that a key leaked from one use opens no other. After the handshake the connection is
+One token is one trust domain: a process that has it may do everything. It is never sent. Each use derives a key of its
+own (HKDF-SHA256, RFC 5869), so that a key leaked from one use opens no other. After the handshake the connection is
 authenticated, not encrypted.
 
 Handshake of a store connection; every message begins with an 8-byte header (magic, version, kind, detail):

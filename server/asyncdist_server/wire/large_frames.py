@@ -152,7 +152,7 @@ class RequestReader:
 
 
 KERNEL_BYTES: Final = 32 * 1024 * 1024
-"""A block of so many bytes comes from the kernel, which gives its pages as they are filled: it need not grow, and so
+"""A block of this size comes from the kernel, which gives its pages as they are filled: it need not grow, and so
 is never moved. glibc may take smaller ones from what it has, and would clear all of it at once."""
 
 

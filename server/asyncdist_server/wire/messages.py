@@ -22,7 +22,7 @@ that the client has it:
 * After a reconnect, `pending` of the hello names the mutations the client is going to retry; all else that was
   remembered is dropped. A retried mutation that was applied before is answered from memory, any other is applied now.
 * `incarnation` differs from the last welcome's, or `resumed` is false: the daemon no longer knows this client (it
-  restarted without its state, or the client was away for longer than `CLIENT_LINGER_S`). Then nobody can tell whether
+  restarted without its state, or the client was away for longer than `CLIENT_LINGER_S`). Then it is unknown whether
   pending mutations were applied: fail them, do not retry. Reads may be retried always.
 * `GOODBYE` makes the daemon forget the client at once.
 
@@ -71,7 +71,7 @@ Requests and what their reply's value is (`timeout_ms` is an integer >= 0, or No
     LEAVE job id                      True if the lease stood for a member of the job
     STATUS                            a map of what the daemon holds, for people
     WAITS everywhere                  [how many, [operation, [key...], waited_ms, namespace, name, rank, address]...]:
-                                      who waits, longest first, in this namespace or in all
+                                      waiting requests, longest first, in this namespace or in all
     NAMESPACES                        [how many, [name, keys, queues, clients]...]: those that hold most come first
     PING                              None
     GOODBYE                           None, then the server closes the connection

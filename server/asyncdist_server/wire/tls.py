@@ -106,7 +106,7 @@ def server_context(cert_file: Path | str, key_file: Path | str | None, ca_file: 
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     _harden(context)
-    context.num_tickets = 0  # nobody resumes: connections live for the length of a job
+    context.num_tickets = 0  # no client resumes: connections live for the length of a job
     _load_chain(context, cert_file, key_file)
     if ca_file is not None:
         _load_authorities(context, ca_file)
