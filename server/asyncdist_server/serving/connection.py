@@ -385,7 +385,7 @@ class Connection(asyncio.Protocol):
         self._server.events.warning(event, peer=self._peer, job=session.job or None, rank=session.rank, reason=reason)
 
     def stop(self) -> None:
-        """End the connection because the daemon stops; replies already made are still sent, a waiting client is told."""
+        """End the connection because the daemon stops; replies already made are sent, waiting clients are told."""
         self._session.say_stopping()
         self._session.close(self._loop.time())
         said_all = not self._held and not self._session.has_output
