@@ -18,8 +18,8 @@ from asyncdist.concurrency.deadline import DEFAULT_TIMEOUT_S, INHERIT, Deadline,
 from asyncdist.concurrency.group_ids import derive_group_id
 from asyncdist.concurrency.shielding import uninterrupted
 from asyncdist.concurrency.variables import warn_of_misspelt
+from asyncdist.cuda.provider import chosen_device
 from asyncdist.errors import DistError
-from asyncdist.gpu.choice import chosen_device
 from asyncdist.group import default_group as context
 from asyncdist.group.mismatch import parse_check
 from asyncdist.group.process_group import ProcessGroup

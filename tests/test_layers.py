@@ -34,7 +34,7 @@ ROOT_LAYERS: Layers = (
 REST = "*"
 LAYERS: dict[str, Layers] = {
     "asyncdist": ROOT_LAYERS,
-    "asyncdist.gpu": ({REST}, {"nccl", "staged"}, {"ipc"}, {"backend", "pairs", "paths"}),
+    "asyncdist.gpu": ({REST}, {"nccl", "staged"}, {"ipc"}, {"backend", "pairs"}),
     "asyncdist.group": ({REST}, {"methods"}, {"issuer", "process_group"}, {"default_group", "non_member"}),
     "asyncdist.plan": ({REST}, {"cost"}, {"algorithms"}, {"proof"}, {"selection"}, {"simulation"}),
     "asyncdist.transport": (
@@ -188,7 +188,7 @@ def test_imports_go_downward_only() -> None:
         ("asyncdist.plan.proof.prove", "from ..simulation import sweep"),
         ("asyncdist.collectives.backend", "from asyncdist.messages.work import SendWork"),
         ("asyncdist.gpu.nccl.path", "from asyncdist.gpu.ipc.path import CudaIpcPath"),
-        ("asyncdist.gpu.path", "from asyncdist.gpu.paths import PATHS"),
+        ("asyncdist.gpu.path", "from asyncdist.gpu.backend import PATHS"),
         ("asyncdist.transport.protocol.peer", "from asyncdist.transport.connections import tcp"),
         ("asyncdist.transport.connections.tcp", "from ..mesh import Mesh"),
         ("asyncdist.errors", "from asyncdist.work import Work"),

@@ -11,7 +11,7 @@ from asyncdist.collectives.backend import parse_backend
 from asyncdist.concurrency.deadline import INHERIT, Timeout, timeout_seconds
 from asyncdist.concurrency.group_ids import spell_ranks
 from asyncdist.concurrency.integers import as_ints
-from asyncdist.gpu.choice import chosen_device
+from asyncdist.cuda.provider import chosen_device
 from asyncdist.group import WORLD
 from asyncdist.group.non_member import NonMember
 from asyncdist.group.process_group import ProcessGroup

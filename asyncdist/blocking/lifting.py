@@ -13,7 +13,7 @@ from asyncdist.blocking.group import ProcessGroup, inner_of
 from asyncdist.blocking.refuse_loop import refuse_loop
 from asyncdist.blocking.session import Session, current_session, session_of
 from asyncdist.blocking.work import Work
-from asyncdist.gpu.crossing import carried
+from asyncdist.gpu.streams import carried
 from asyncdist.group.forgotten import watch
 
 __all__ = ["asked", "collective", "completed", "issued", "original"]

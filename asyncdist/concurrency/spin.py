@@ -1,7 +1,7 @@
 """Spinning: how long a task may look for what it awaits before it goes to sleep, and when it stops trying.
 
 What looks: `transport.spin` at shared memory and sockets of this host, `store.lookout` for the daemon's replies,
-`gpu.event_spinner` at the GPU.
+`gpu.cuda_events` at the GPU.
 """
 
 from __future__ import annotations

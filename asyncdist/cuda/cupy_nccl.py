@@ -30,8 +30,7 @@ from cupy.cuda import runtime
 from asyncdist.arrays.reduce_op import PremulSum, ReduceOp
 from asyncdist.cuda.cupy_driver import calling, failed
 from asyncdist.cuda.interface import Stream
-from asyncdist.cuda.nccl_interface import Communicator, Nccl
-from asyncdist.cuda.nccl_types import NcclType, reduction, refusal
+from asyncdist.cuda.nccl_interface import Communicator, Nccl, NcclType, reduction, refusal
 from asyncdist.errors import DistBackendError
 
 with warnings.catch_warnings():

@@ -1,6 +1,6 @@
-"""Which CUDA and NCCL this process uses: cupy's where there is a driver, or what a test put in their place.
+"""Which CUDA, NCCL and GPU this process uses: cupy's where there is a driver, or what a test put in its place.
 
-Nothing is imported or started before somebody asks.
+Nothing is imported or started before `find` is called.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from asyncdist.cuda.interface import Runtime
 from asyncdist.cuda.nccl_interface import Nccl
 
-__all__ = ["Provider", "find", "override", "reason", "visible"]
+__all__ = ["Provider", "chosen_device", "find", "override", "reason", "visible"]
 
 DRIVER_LIBRARY: Final = "libcuda.so.1"
 
@@ -135,3 +135,41 @@ def _nccl() -> tuple[Nccl | None, str]:
         return CupyNccl(), ""
     except Exception as error:  # as above
         return None, f"NCCL does not work here: {type(error).__name__}: {error}"
+
+
+def chosen_device(device: Any, environ: Mapping[str, str] = os.environ) -> int | None:
+    """The GPU's number that `device` says: an int, `"cuda:1"`, a device of torch or cupy; None for None.
+
+    `"cuda"`, or torch's device without a number, is LOCAL_RANK's, modulo the number of GPUs. Raises TypeError for
+    anything else, ValueError where there is no such GPU.
+    """
+    if device is None:
+        return None
+    number = _device_number(device)
+    found = find()
+    if found is None:
+        raise ValueError(f"device_id={device!r}: {reason()}")
+    count = found.runtime.device_count()
+    if number is None:
+        return int(environ.get("LOCAL_RANK", "0")) % count
+    if not 0 <= number < count:
+        raise ValueError(f"device_id={device!r}: there are {count} GPUs here")
+    return number
+
+
+def _device_number(device: Any) -> int | None:
+    """The number in `device`; None where it has none."""
+    if isinstance(device, int) and not isinstance(device, bool):
+        return device
+    if isinstance(device, str):
+        kind, colon, number = device.partition(":")
+        if kind == "cuda" and (number.isdigit() or not colon):
+            return int(number) if colon else None
+        raise ValueError(f"device_id={device!r}: write 'cuda' or 'cuda:1'")
+    if getattr(device, "type", "cuda") != "cuda":
+        raise ValueError(f"device_id={device!r}: groups are bound to GPUs only")
+    for attribute in ("index", "id"):  # torch's and cupy's
+        number = getattr(device, attribute, device)
+        if number is None or (isinstance(number, int) and not isinstance(number, bool)):
+            return number
+    raise TypeError(f"device_id must be a GPU's number or a device, not {type(device).__name__}")

@@ -21,7 +21,7 @@ from asyncdist.arrays.objects import GPU_META
 from asyncdist.concurrency.group_ids import derive_group_id
 from asyncdist.cuda import Event, Runtime
 from asyncdist.errors import CollectiveMismatchError, DistBackendError, DistError
-from asyncdist.gpu.tail import Tail
+from asyncdist.gpu.streams import Tail
 from asyncdist.messages.work import OVER, PairWork, PairWorkOwner, RecvWork
 from asyncdist.transport.base_mesh import BaseMesh
 from asyncdist.transport.protocol.frame import pack_key

@@ -39,8 +39,7 @@ from asyncdist.gpu.messages import (
 from asyncdist.gpu.nccl.channel import NcclChannel, NcclOperation
 from asyncdist.gpu.path import Surroundings
 from asyncdist.gpu.staged.message import StagedMessages
-from asyncdist.gpu.streams import ready_after
-from asyncdist.gpu.tail import tail_of
+from asyncdist.gpu.streams import ready_after, tail_of
 from asyncdist.gpu.threads import Helpers, in_thread, stay_on
 from asyncdist.messages.work import PairWorkOwner
 from asyncdist.transport.protocol.frame import key_prefix

@@ -1,17 +1,35 @@
-"""The order between the caller's streams and ours: operations start after what was queued before the call."""
+"""The order between the caller's streams and ours.
+
+Operations start after what was queued before the call: `ready_for`. Streams wait for an operation's end: `Tail`. The
+current stream belongs to a thread, so a call that crosses to another thread takes it along: `carried`.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from asyncdist.arrays.device import LEGACY_STREAM, DeviceArray
-from asyncdist.collectives.arguments.call import Call
-from asyncdist.cuda import Event, Runtime, Stream
-from asyncdist.gpu.closing import close_all
+import numpy as np
 
-__all__ = ["EventPool", "callers_stream", "devices_of_call", "ready_after", "ready_for"]
+from asyncdist.arrays.device import LEGACY_STREAM, DeviceArray, device_array
+from asyncdist.collectives.arguments.call import Call
+from asyncdist.cuda import Event, Runtime, Stream, provider
+from asyncdist.gpu.threads import close_all
+from asyncdist.work import Work
+
+__all__ = [
+    "EventPool",
+    "Tail",
+    "callers_stream",
+    "carried",
+    "devices_of_call",
+    "ready_after",
+    "ready_for",
+    "tail_of",
+    "tell_queued",
+]
 
 
 class EventPool:
@@ -120,3 +138,79 @@ def callers_stream(runtime: Runtime, stream: Any, device: int) -> Stream:
     if isinstance(stream, int) and not isinstance(stream, bool):
         return runtime.external_stream(stream, device)
     raise TypeError(f"stream must be a CUDA stream of cupy or torch, or its handle, not {type(stream).__name__}")
+
+
+class Tail:
+    """Where an operation ends on the GPU, for streams that wait for it: see `Work.wait_stream`."""
+
+    __slots__ = ("_callbacks", "_events", "_number", "_operation", "_runtime")
+
+    def __init__(self, runtime: Runtime, operation: str, number: int | None = None) -> None:
+        self._runtime = runtime
+        self._operation = operation
+        self._number = number
+        self._events: Sequence[Event] = ()
+        self._callbacks: tuple[Callable[[], object], ...] = ()
+
+    def queued(self, events: Sequence[Event]) -> None:
+        """The operation is on the GPU's queues; `events` are recorded after it."""
+        self._events = events
+        if self._callbacks:
+            callbacks, self._callbacks = self._callbacks, ()
+            for callback in callbacks:
+                callback()
+
+    def when_queued(self, callback: Callable[[], object]) -> None:
+        """Call it once `queued` was called; now, if it was."""
+        if self._events:
+            callback()
+        else:
+            self._callbacks = (*self._callbacks, callback)
+
+    def wait(self, stream: Any) -> None:
+        """Let `stream` wait for the operation."""
+        if not self._events:
+            number = "" if self._number is None else f" #{self._number}"
+            raise asyncio.InvalidStateError(
+                f"{self._operation}{number} is not queued on the GPU yet, so that no stream can wait for it: "
+                "`await work.enqueued()` first"
+            )
+        for event in self._events:
+            callers_stream(self._runtime, stream, event.device).wait_event(event)
+
+
+def tail_of(work: Work[Any]) -> Tail:
+    """The tail that the backend gave to `work`."""
+    tail = work.on_device
+    assert isinstance(tail, Tail), "every operation on GPU arrays has one"
+    return tail
+
+
+def tell_queued(work: Work[Any], *events: Event) -> None:
+    """All of an operation is on the GPU's queues now, if anybody wants to know."""
+    if isinstance(work.on_device, Tail):
+        work.on_device.queued(events)
+
+
+def carried(value: Any) -> Any:
+    """`value`, or what stands for it in another thread; lists are looked into."""
+    if value is None or isinstance(value, int | str | np.ndarray):
+        return value
+    if type(value) in (list, tuple):
+        return [carried(one) for one in value] if value and not _is_plain(value[0]) else value
+    array = device_array(value)
+    if array is None:
+        return value
+    found = None if array.ordered else provider.find()
+    if found is not None:
+        array.stream, array.ordered = found.runtime.current_stream(array.device).handle or LEGACY_STREAM, True
+    return array
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a list that begins with this holds no arrays of a GPU, and must stay the caller's list."""
+    while type(value) in (list, tuple) and value:
+        value = value[0]
+    return (
+        value is None or isinstance(value, int | float | str | bytes | dict | np.ndarray) or device_array(value) is None
+    )

@@ -1,4 +1,4 @@
-"""Threads for calls into GPU libraries that may block: opening, aborting and destroying communicators.
+"""Threads for calls into GPU libraries that may block: opening, aborting and closing what belongs to a GPU.
 
 They are daemons of their own, not an executor's: one that never returns from a library must not keep the process alive.
 """
@@ -9,13 +9,13 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, TypeVar
 
-from asyncdist.cuda import Runtime
+from asyncdist.cuda.interface import Resource, Runtime, Stream
 from asyncdist.errors import DistBackendError
 
-__all__ = ["Helpers", "discard_made", "in_thread", "made_in_thread", "stay_on"]
+__all__ = ["Helpers", "close_all", "close_behind", "discard_made", "in_thread", "made_in_thread", "stay_on"]
 
 T = TypeVar("T")
 
@@ -155,3 +155,24 @@ class Helpers:
             _, late = await asyncio.wait(set(self._futures), timeout=timeout_s)
             for future in late:
                 future.cancel()
+
+
+def close_all(*resources: Resource) -> None:
+    """Close all of them. A GPU reports there what has failed before, as CUDA does anywhere."""
+    for resource in resources:
+        with contextlib.suppress(DistBackendError):
+            resource.close()
+
+
+def close_behind(runtime: Runtime, device: int, streams: Iterable[Stream], used: Iterable[Resource]) -> None:
+    """Close `streams`, and what they may still use, once they are through with it. Blocks: for a thread of its own.
+
+    The thread's current device would be the first: CUDA would open a context there as well.
+    """
+    with contextlib.suppress(DistBackendError):
+        runtime.set_device(device)
+    for stream in streams:
+        with contextlib.suppress(DistBackendError):  # it does nothing any more
+            stream.synchronize()
+        close_all(stream)
+    close_all(*used)

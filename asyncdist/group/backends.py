@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["GroupBackends"]
 
 PATH_VARIABLE: Final = "ASYNCDIST_CUDA_PATH"
-"""Asks for a path (see `gpu.paths`) whatever is the best one; the same on all ranks."""
+"""Asks for a path (see `gpu.backend`) whatever is the best one; the same on all ranks."""
 
 
 class _Owner(Protocol):
@@ -73,8 +73,7 @@ class GroupBackends(GroupBackend):
     def on_gpus(self) -> DeviceBackend:
         """The backend of GPU arrays. Raises TypeError where there is none."""
         if self.devices is None:
-            from asyncdist.gpu.backend import DeviceBackend, DeviceSettings  # for programs with GPUs only
-            from asyncdist.gpu.paths import PATHS
+            from asyncdist.gpu.backend import PATHS, DeviceBackend, DeviceSettings  # for programs with GPUs only
             from asyncdist.gpu.questions import HostWatch
 
             found = provider.find()

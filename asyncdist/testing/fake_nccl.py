@@ -16,8 +16,7 @@ import numpy as np
 
 from asyncdist.arrays.reduce_op import PremulSum, ReduceOp
 from asyncdist.cuda.interface import Stream
-from asyncdist.cuda.nccl_interface import Communicator, Nccl
-from asyncdist.cuda.nccl_types import FLOAT8_CAPABILITY, refusal
+from asyncdist.cuda.nccl_interface import FLOAT8_CAPABILITY, Communicator, Nccl, refusal
 from asyncdist.errors import DistBackendError
 from asyncdist.testing.fake_cuda import FakeRuntime
 from asyncdist.testing.fake_meeting import LocalMeeting, Meeting, RemoteMeeting, serve

@@ -22,7 +22,7 @@ from asyncdist.collectives.arguments.call import Call
 from asyncdist.collectives.backend import CollectiveWork
 from asyncdist.concurrency.deadline import INHERIT, Timeout, timeout_seconds
 from asyncdist.errors import ClosedError
-from asyncdist.gpu.crossing import carried
+from asyncdist.gpu.streams import carried
 from asyncdist.group.forgotten import watch, watches
 from asyncdist.group.methods.coalesced import Coalesced
 from asyncdist.group.methods.collectives import Collectives

@@ -35,13 +35,12 @@ from asyncdist.collectives.backend import CollectiveWork
 from asyncdist.concurrency import trace as events
 from asyncdist.cuda.interface import Event, Stream
 from asyncdist.errors import DistBackendError, DistError, PeerLostError, RemoteProtocolError
-from asyncdist.gpu.closing import close_all
 from asyncdist.gpu.ipc.operation import DONE, READ, TOLD, IpcOperation
 from asyncdist.gpu.ipc.plan import is_small
 from asyncdist.gpu.ipc.scratch import SMALL_SLOTS, IpcScratch, open_scratch
 from asyncdist.gpu.ipc.signals import Record, Signals
 from asyncdist.gpu.path import OnEnd, Surroundings
-from asyncdist.gpu.threads import Helpers, in_thread
+from asyncdist.gpu.threads import Helpers, close_all, in_thread
 
 __all__ = ["MAX_EARLY", "IpcChannel", "open_channel"]
 

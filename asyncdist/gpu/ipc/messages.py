@@ -24,7 +24,7 @@ from asyncdist.gpu.host_exchange import HostExchange
 from asyncdist.gpu.ipc.channel import IpcChannel, open_channel
 from asyncdist.gpu.messages import DeviceRecvWork, DeviceSendWork
 from asyncdist.gpu.path import Surroundings
-from asyncdist.gpu.tail import tail_of
+from asyncdist.gpu.streams import tail_of
 from asyncdist.gpu.threads import Helpers
 
 __all__ = ["IpcLine"]

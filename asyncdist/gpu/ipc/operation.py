@@ -21,7 +21,7 @@ from asyncdist.gpu.ipc.plan import Chunk, Move, Stage, chunks
 from asyncdist.gpu.ipc.scratch import LARGE_SLOTS, SMALL_SLOTS
 from asyncdist.gpu.ipc.signals import Record
 from asyncdist.gpu.path import OnEnd
-from asyncdist.gpu.tail import tell_queued
+from asyncdist.gpu.streams import tell_queued
 
 if TYPE_CHECKING:
     from asyncdist.gpu.ipc.channel import IpcChannel

@@ -26,8 +26,7 @@ from asyncdist.errors import DistError
 from asyncdist.gpu.ipc.channel import IpcChannel, open_channel
 from asyncdist.gpu.ipc.plan import PLANNED
 from asyncdist.gpu.path import DevicePath, OnEnd, Surroundings
-from asyncdist.gpu.private_inputs import PrivateInputs
-from asyncdist.gpu.staged.path import StagedPath
+from asyncdist.gpu.staged.path import PrivateInputs, StagedPath
 from asyncdist.gpu.threads import Helpers
 from asyncdist.plan.selection.selector import plan_id
 

@@ -17,10 +17,9 @@ from asyncdist.concurrency import trace as events
 from asyncdist.concurrency.tasks import start_task
 from asyncdist.cuda.interface import Memory, Runtime
 from asyncdist.errors import DistBackendError
-from asyncdist.gpu.closing import close_all
 from asyncdist.gpu.ipc.plan import ALIGN_BYTES, Place
 from asyncdist.gpu.path import Surroundings
-from asyncdist.gpu.threads import in_thread, made_in_thread
+from asyncdist.gpu.threads import close_all, in_thread, made_in_thread
 
 __all__ = ["LARGE_BYTES", "LARGE_SLOTS", "SMALL_BYTES", "SMALL_SLOTS", "IpcScratch", "large_slot", "open_scratch"]
 

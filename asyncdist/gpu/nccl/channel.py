@@ -19,10 +19,9 @@ from asyncdist.collectives.backend import CollectiveWork
 from asyncdist.concurrency.tasks import start_task
 from asyncdist.cuda import Communicator, Event, Memory, Nccl, Runtime, Stream
 from asyncdist.errors import DistBackendError
-from asyncdist.gpu.closing import close_all, close_behind
 from asyncdist.gpu.nccl.calls import ISSUE, Place, alone, talks_to
 from asyncdist.gpu.path import OnEnd, Surroundings
-from asyncdist.gpu.threads import Helpers, discard_made, in_thread
+from asyncdist.gpu.threads import Helpers, close_all, close_behind, discard_made, in_thread
 
 __all__ = ["MAX_LAUNCHED", "NcclChannel", "NcclOperation"]
 

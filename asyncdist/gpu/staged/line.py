@@ -4,11 +4,13 @@
 
 Every portion of an operation takes a buffer through these three steps. There are several buffers, and a stream for each
 direction, so that one portion is copied out while others are on the network and being copied in. Buffers are a tag's
-own: if tags shared them, two ranks could each hold all of theirs for operations the other has no buffer for.
+own: if tags shared them, two ranks could each hold all of theirs for operations the other has no buffer for. A thread
+allocates each buffer when it is first needed.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
@@ -21,19 +23,18 @@ from asyncdist.collectives.arguments import call as calls
 from asyncdist.collectives.arguments.call import Call
 from asyncdist.collectives.backend import CollectiveWork
 from asyncdist.collectives.host.backend import AioBackend
-from asyncdist.cuda.interface import Pinned, Stream
-from asyncdist.gpu.closing import close_all, close_behind
+from asyncdist.cuda.interface import Pinned, Runtime, Stream
 from asyncdist.gpu.path import OnEnd, Surroundings
-from asyncdist.gpu.staged.pinned_slots import PinnedSlots
 from asyncdist.gpu.staged.plan import Portion, host_call, portions, rounds_of
-from asyncdist.gpu.tail import tell_queued
-from asyncdist.gpu.threads import Helpers
+from asyncdist.gpu.streams import tell_queued
+from asyncdist.gpu.threads import Helpers, close_all, close_behind, in_thread
 
 __all__ = [
     "BUFFERS",
     "BUFFER_BYTES",
     "SMALL_BUFFERS",
     "SMALL_BUFFER_BYTES",
+    "PinnedSlots",
     "StagedLine",
     "backend_name",
     "drop_unbegun",
@@ -340,3 +341,83 @@ def drop_unbegun(backend: AioBackend, sequence: int) -> None:
     """Forget an operation that was not begun here, and what others may have begun of it."""
     for number in range(BUFFERS + 1):
         backend.drop(sequence, number)
+
+
+class PinnedSlots:
+    """At most `count` buffers of `nbytes`. `available()` is called, from the loop, when there may be one to take.
+
+    Page-locking takes the driver milliseconds, so it is never done on the loop, and buffers are kept until `close`.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        runtime: Runtime,
+        device: int,
+        nbytes: int,
+        count: int,
+        helpers: Helpers,
+        available: Callable[[BaseException | None], object],
+    ) -> None:
+        self.nbytes = nbytes
+        self._loop = loop
+        self._runtime = runtime
+        self._device = device
+        self._left = count
+        self._helpers = helpers
+        self._available = available
+        self._free: list[Pinned] = []
+        self._taken: set[Pinned] = set()
+        self._allocating: asyncio.Future[Pinned] | None = None
+        self._closed = False
+
+    @property
+    def taken(self) -> int:
+        """Buffers in use."""
+        return len(self._taken)
+
+    def take(self) -> Pinned | None:
+        """A buffer; None if none is free, and then `available` follows."""
+        if self._free:
+            buffer = self._free.pop()
+            self._taken.add(buffer)
+            return buffer
+        if self._left and self._allocating is None and not self._closed:
+            self._left -= 1
+            on = self._runtime, self._device
+            self._allocating = in_thread(self._loop, self._runtime.pinned, self.nbytes, on=on, discard=close_all)
+            self._allocating.add_done_callback(self._allocated)
+        return None
+
+    def give(self, buffer: Pinned) -> None:
+        """Take one back, which nothing uses any more."""
+        if self._closed:
+            return
+        self._taken.remove(buffer)
+        self._free.append(buffer)
+        self._available(None)
+
+    def close(self) -> list[Pinned]:
+        """Let there be no more; returns all there are, to be closed once nothing uses them."""
+        self._closed = True
+        buffers = [*self._free, *self._taken]
+        self._free.clear()
+        self._taken.clear()
+        return buffers
+
+    def _allocated(self, future: asyncio.Future[Pinned]) -> None:
+        self._allocating = None
+        if future.cancelled():
+            return
+        error = future.exception()
+        if error is not None:
+            fewer = bool(self._free or self._taken)  # it goes on with those that there are
+            self._left = 0 if fewer else self._left + 1
+            if not fewer:
+                self._available(error)
+            return
+        if self._closed:
+            self._helpers.start(future.result().close)
+            return
+        self._free.append(future.result())
+        self._available(None)

@@ -1,6 +1,8 @@
 """StagedMessages: the data of messages of GPU arrays through page-locked memory, in chunks.
 
-A chunk travels while the next is copied. Each transfer is a task of its own, which ends with its work.
+A chunk travels while the next is copied. Each transfer is a task of its own, which ends with its work. A buffer of
+page-locked memory has holders: the transfer, a copy on the GPU's queue, and the message that leaves from the buffer or
+arrives in it. A transfer may fail long before the other two have ended, so the last holder gives the buffer back.
 """
 
 from __future__ import annotations
@@ -12,20 +14,22 @@ from functools import partial
 from typing import Any, Final
 
 from asyncdist.concurrency.tasks import start_task
-from asyncdist.cuda import Pinned, Stream
-from asyncdist.errors import DistError
+from asyncdist.cuda import Pinned, Runtime, Stream
+from asyncdist.errors import ClosedError, DistError
 from asyncdist.gpu.messages import DeviceRecvWork, DeviceSendWork
 from asyncdist.gpu.path import Surroundings
-from asyncdist.gpu.staged.stages import Stages
-from asyncdist.gpu.tail import tail_of
-from asyncdist.gpu.threads import Helpers
+from asyncdist.gpu.streams import tail_of
+from asyncdist.gpu.threads import Helpers, close_all, close_behind, made_in_thread
 from asyncdist.transport.protocol.frame import pack_key
 from asyncdist.transport.protocol.matching import Receive, SendOp
 
-__all__ = ["STAGE_BYTES", "StagedMessages"]
+__all__ = ["STAGE_BYTES", "StagedMessages", "Stages"]
 
 STAGE_BYTES: Final = 4 << 20
 """Bytes of a chunk: long enough that copies run at full speed, short enough that they overlap with what travels."""
+
+STAGES_KEPT: Final = 8
+"""Buffers kept for later messages: 32 MiB of page-locked memory at most."""
 
 TRANSFERS: Final = 2
 """Messages to, or from, one rank whose data is under way at once: one is copied while the other travels. Both ends take
@@ -250,3 +254,82 @@ class _Sink:
     def allocate(self, token: Any, source: int, nbytes: int, meta: bytes) -> memoryview:
         """Never: there is a target."""
         raise AssertionError("the chunk has a place")
+
+
+class Stages:
+    """Buffers of `nbytes`. All methods are called on the loop's thread; page-locking and freeing happen in others."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, runtime: Runtime, helpers: Helpers, nbytes: int) -> None:
+        self.device = 0
+        """A GPU that is used here: other ones must not be touched."""
+        self._loop = loop
+        self._runtime = runtime
+        self._helpers = helpers
+        self._nbytes = nbytes
+        self._free: list[Pinned] = []
+        self._holders: dict[Pinned, int] = {}
+        self._posted: set[Pinned] = set()
+        self._closed = False
+
+    @property
+    def used(self) -> int:
+        """Buffers that have a holder."""
+        return len(self._holders)
+
+    async def take(self) -> Pinned:
+        """A buffer that the caller holds. Cancelling loses none, also if it is being made."""
+        if self._free:
+            buffer = self._free.pop()
+        else:
+            on = self._runtime, self.device
+            buffer = await made_in_thread(self._loop, self._runtime.pinned, self._nbytes, on=on, discard=close_all)
+        self._holders[buffer] = 1
+        return buffer
+
+    def hold(self, buffer: Pinned, *, posted: bool = False) -> None:
+        """One more uses a buffer; with `posted` the transport, which tells of its end unless its group is dropped.
+
+        Raises ClosedError once the buffer was freed, as the group has ended.
+        """
+        if buffer not in self._holders:
+            raise ClosedError("the group's messages have ended")
+        self._holders[buffer] += 1
+        if posted:
+            self._posted.add(buffer)
+
+    def told(self, buffer: Pinned) -> None:
+        """The transport is through with a buffer."""
+        self._posted.discard(buffer)
+        self.drop(buffer)
+
+    def drop(self, buffer: Pinned) -> None:
+        """One who held a buffer does no longer; the last one gives it back."""
+        holders = self._holders.get(buffer)
+        if holders is None:  # it was freed as the group ended
+            return
+        if holders > 1:
+            self._holders[buffer] = holders - 1
+            return
+        del self._holders[buffer]
+        self._give(buffer)
+
+    def close(self, streams: list[Stream], *, dropped: bool) -> None:
+        """Close `streams` once the GPU is through with them, and then free buffers.
+
+        What the transport uses is freed when that tells of its end; now, if its group was `dropped`. Idempotent.
+        """
+        self._closed = True
+        buffers, self._free = self._free, []
+        for buffer in list(self._holders):
+            if dropped or buffer not in self._posted:
+                del self._holders[buffer]
+                self._posted.discard(buffer)
+                buffers.append(buffer)
+        if streams or buffers:
+            self._helpers.start(close_behind, self._runtime, self.device, streams, buffers)
+
+    def _give(self, buffer: Pinned) -> None:
+        if self._closed or len(self._free) >= STAGES_KEPT:
+            self._helpers.start(close_behind, self._runtime, self.device, (), (buffer,))
+        else:
+            self._free.append(buffer)

@@ -11,7 +11,7 @@ from gpu_fake_kit import GpuRank, equal, run_gpu
 from waiting import eventually
 
 import asyncdist as dist
-from asyncdist.gpu.choice import chosen_device
+from asyncdist.cuda.provider import chosen_device
 from asyncdist.testing.fake_provider import fake_cuda
 
 

@@ -148,7 +148,7 @@ if nccl.available:
     ask("nccl.destroy", cupy_nccl._Communicator(again, 0, 1, 0, library.version()).destroy)
     ask("nccl.open", library.open, 1, bytes(128), 0, 0)
     answers["runtime connect"] = cupy_nccl.os.environ["NCCL_RUNTIME_CONNECT"]
-from asyncdist.cuda.nccl_types import NcclOp, NcclType
+from asyncdist.cuda.nccl_interface import NcclOp, NcclType
 answers["numbers"] = [
     f"{ours!r} is {theirs} there" for prefix, ours in (
         *((f"NCCL_{one.name}", one) for one in (*NcclType, *NcclOp)),

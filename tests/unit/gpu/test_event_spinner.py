@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from asyncdist.concurrency.spin import MAX_SKIPPED, PATIENCE, TURN_S
-from asyncdist.gpu.event_spinner import EventSpinner
+from asyncdist.gpu.cuda_events import EventSpinner
 
 LIMIT_US = 2000.0
 

@@ -18,7 +18,7 @@ from cupy_kit import Bindings, install, uninstall
 import asyncdist as dist
 from asyncdist import HashStore
 from asyncdist.cuda import Provider, provider
-from asyncdist.gpu import event_spinner
+from asyncdist.gpu import cuda_events
 
 TIMES = 10
 
@@ -53,7 +53,7 @@ def a_gpu_through_cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bindings]:
     cuda = install(bindings, monkeypatch)
     monkeypatch.setattr(sys.modules["cupy"], "ndarray", CupyArray, raising=False)
     monkeypatch.setattr(sys.modules["asyncdist.cuda.cupy_runtime"], "device_uuid", lambda device: f"gpu-{device}")
-    monkeypatch.setattr(event_spinner, "TURN_S", math.inf)  # a turn of the loop between two of them would count too
+    monkeypatch.setattr(cuda_events, "TURN_S", math.inf)  # a turn of the loop between two of them would count too
     with provider.override(Provider(cuda.runtime, cuda.nccl)):
         yield bindings
     uninstall()

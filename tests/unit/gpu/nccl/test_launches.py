@@ -16,7 +16,7 @@ import pytest
 import asyncdist as dist
 from asyncdist import HashStore, ReduceOp
 from asyncdist.errors import DistBackendError, DistError
-from asyncdist.gpu.event_spinner import EventSpinner
+from asyncdist.gpu.cuda_events import EventSpinner
 from asyncdist.gpu.nccl import channel as nccl_channel
 from asyncdist.testing.fake_provider import FakeCuda, fake_cuda
 from asyncdist.transport.spin import Spinner

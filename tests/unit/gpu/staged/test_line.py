@@ -15,9 +15,8 @@ from asyncdist.arrays.reduce_op import ReduceOp
 from asyncdist.collectives.arguments import call as calls
 from asyncdist.errors import DistBackendError
 from asyncdist.gpu.staged import line as staged_line
-from asyncdist.gpu.staged.line import BUFFER_BYTES, BUFFERS, SMALL_BUFFER_BYTES, StagedLine
+from asyncdist.gpu.staged.line import BUFFER_BYTES, BUFFERS, SMALL_BUFFER_BYTES, PinnedSlots, StagedLine
 from asyncdist.gpu.staged.path import StagedPath
-from asyncdist.gpu.staged.pinned_slots import PinnedSlots
 from asyncdist.gpu.staged.plan import portions
 from asyncdist.gpu.threads import Helpers
 from asyncdist.testing.fake_cuda import FakeRuntime

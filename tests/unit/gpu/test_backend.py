@@ -6,8 +6,8 @@ import msgpack
 import pytest
 
 from asyncdist.errors import DistBackendError, RemoteProtocolError
+from asyncdist.gpu.backend import choose_path, member_of
 from asyncdist.gpu.path import Member
-from asyncdist.gpu.paths import choose_path, member_of
 
 
 def members(*said: tuple[str, str, int, str]) -> tuple[Member, ...]:
