@@ -19,7 +19,7 @@ other suites do; ``--plot`` draws. How a figure is taken, always:
 * The neighbors are optional (extra ``peers``). One that is missing is named in one line and shown as missing, and so is
   an operation that one does not offer.
 
-All libraries are timed by the same lines (``bench/driver.py``, ``bench/messages.py``, ``bench/bursts.py``); what
-differs is in ``bench/adapters``. The honest lower limit is ``bench/floors.py``: header, matching and one await on bare
-sockets, nothing else; below it lies only the raw copy of the bytes.
+All libraries are timed by the same lines (``bench/driver.py``); what differs is in ``bench/adapters.py``. The honest
+lower limit is ``bench/floors.py``: header, matching and one await on bare sockets, nothing else; below it lies only the
+raw copy of the bytes.
 """

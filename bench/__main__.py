@@ -12,16 +12,15 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncdist.cli.sizes import BYTES
-from bench import formats, overlap, plots, report, stress, targets
+from bench import overlap, report, stress, targets
 from bench.candidates import PEERS
 from bench.command_line import Bar, ListOf
 from bench.machine import about
 from bench.model import FULL, PROFILES, Cell, Mode, Profile, Subject
 from bench.operations import OPERATIONS
-from bench.schedule import count_runs, run_subject
-from bench.selection import ANY_RANKS, FLOORS, SUBJECTS, TRANSPORT_NAMES, Selection, subjects
-from bench.targets.document import document, write_document
-from bench.targets.verdict import HEADER
+from bench.runner import count_runs, run_subject
+from bench.subjects import ANY_RANKS, FLOORS, SUBJECTS, TRANSPORT_NAMES, Selection, chosen_subjects
+from bench.targets.verdict import HEADER, document, write_document
 
 BUSY_LOAD = 0.5
 """Runnable processes, averaged over a minute, above which two cores are not quiet."""
@@ -88,7 +87,7 @@ def main(
     console, errors = Console(), Console(stderr=True)
     if not console.is_terminal:
         console.width = TABLE_WIDTH
-    if plot and (failure := plots.missing_matplotlib()):
+    if plot and (failure := report.missing_matplotlib()):
         raise SystemExit(failure)
     signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(128 + signal.SIGTERM))  # leave through the cleanup
     machine = about()
@@ -104,9 +103,9 @@ def main(
     else:
         selection = Selection(_set(only.split(",") if only else None), _set(transports), _set(peers), sizes, operations)
         chosen = _profile(profile or FULL.name, rounds, stress_operations)
-        cells = _measure(subjects(names, selection), chosen, ranks, modes, errors)
+        cells = _measure(chosen_subjects(names, selection), chosen, ranks, modes, errors)
         if plot:
-            for path in plots.draw(cells, targets.FOLDER, "bench"):
+            for path in report.draw(cells, targets.FOLDER, "bench"):
                 errors.print(f"wrote {path}")
     _print(console, cells, machine, form, judged=promised is not None)
     for line in _missing(cells):
@@ -151,9 +150,9 @@ def _print(console: Console, cells: list[Cell], machine: dict[str, str], form: s
     if form == "json":
         click.echo(report.to_json(cells, machine))
     elif form == "osu":
-        click.echo(formats.osu(cells))
+        click.echo(report.osu_tables(cells))
     elif form == "nccl":
-        click.echo(formats.nccl(cells))
+        click.echo(report.nccl_tables(cells))
     else:
         _print_tables(console, cells, judged=judged)
 
@@ -183,7 +182,7 @@ def _print_targets(
     for verdict in verdicts:
         table.add_row(*verdict.row())
     console.print(table)
-    pictures = plots.draw(cells, targets.FOLDER, target.name) if plot else []
+    pictures = report.draw(cells, targets.FOLDER, target.name) if plot else []
     if write:
         text = document(target.title, target.command, target.about, verdicts, cells, machine, pictures)
         write_document(text, target.path)

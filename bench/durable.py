@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench import store
-from bench.cases import Case, Rank, RankContext, Record
-from bench.model import Candidate, Profile, Subject
+from bench.model import Candidate, Case, Profile, Rank, RankContext, Record, Subject
 from bench.process import Child
 from bench.servers import ServerProcess, asyncdist_server, redis_server
 from bench.store import (

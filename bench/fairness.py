@@ -22,10 +22,9 @@ from rich.table import Table
 from asyncdist_server.wire import messages as m
 from asyncdist_server.wire.auth import AuthenticationError, ClientHandshake, store_context
 from bench.command_line import Bar, ListOf
-from bench.process import Child, die_with_parent, raise_file_limit
+from bench.process import Child, die_with_parent, raise_file_limit, status_bytes
 from bench.runner import ROOT
 from bench.servers import LOCALHOST, asyncdist_server
-from bench.usage import status_bytes
 
 PERIOD_S: Final = 0.02
 DEADLINE_S: Final = 5.0

@@ -27,13 +27,11 @@ from rich.table import Table
 
 from asyncdist.cli.sizes import BYTES, show_bytes, show_seconds
 from bench.candidates import ASYNCDIST_TCP, GLOO
-from bench.cases import LARGE_BYTES, Case
 from bench.command_line import Bar, ListOf
-from bench.model import PROFILES, Candidate, Cell, Profile, Subject
+from bench.model import LARGE_BYTES, PROFILES, Candidate, Case, Cell, Profile, Subject
 from bench.operations import OPERATIONS
 from bench.process import Child
-from bench.runner import ROOT, unused_port
-from bench.schedule import run_subject
+from bench.runner import ROOT, run_subject, unused_port
 
 DEVICE: Final = "cable"
 QUEUE_MS: Final = 50

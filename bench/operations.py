@@ -1,4 +1,4 @@
-"""The collectives that are measured: their buffers, inputs that differ with every sample, and the exact results.
+"""What is measured: buffers, inputs that differ with every sample, and the exact results.
 
 ``nbytes`` of a case is what nccl-tests calls the size: the vector of all_reduce, broadcast and reduce; elsewhere all
 ranks' blocks together (the output of all_gather, the input of reduce_scatter, the buffers of one rank in all_to_all,
@@ -16,13 +16,25 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
-from bench.verify import PERIOD, Array
+PERIOD = 251
+"""The pattern repeats after this prime number of elements, so that a shifted or stale slice shows."""
+
+Array = npt.NDArray[np.float32]
+
+
+def bytes_of(array: Array) -> memoryview:
+    """Return the array's memory as a view of bytes."""
+    return array.data.cast("B")
+
 
 ITEM_BYTES: Final = 4
+
 FULL_CHECK_BYTES: Final = 1 << 20
 """Results up to this size are checked whole every time; larger ones whole at the end of a run and at some
 places before, because checking 64 MiB takes longer than reducing it."""
+
 SPOT_STRIDE: Final = 1009
 """Every so many elements of a large result are checked each time: a prime, so that no power of two hides."""
 
@@ -65,6 +77,7 @@ OPERATIONS: Final[Mapping[str, Operation]] = {
         Operation("barrier", _once),
     )
 }
+
 COLLECTIVES: Final = frozenset(OPERATIONS)
 
 
@@ -175,3 +188,51 @@ def _uneven(block: int, source: int, ranks: int) -> list[int]:
     lengths = [block * (2 * distance + 1 + ranks) // (2 * ranks) for distance in range(ranks)]
     lengths[-1] += block * ranks - sum(lengths)
     return [lengths[(target - source) % ranks] for target in range(ranks)]
+
+
+class MessagePattern:
+    """A message whose every element depends on its place and on the sample's number."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.base = np.arange(nbytes // 4, dtype=np.float32) % PERIOD
+        self._scratch = np.empty_like(self.base)
+
+    def empty(self) -> Array:
+        """Return an array of the message's size, filled with a value no message has."""
+        return np.full_like(self.base, -1.0)
+
+    def fill(self, array: Array, number: int) -> None:
+        np.add(self.base, np.float32(number), out=array)
+
+    def is_right(self, array: Array, number: int) -> bool:
+        """Whether every element is message ``number``'s."""
+        if array.size == 1:
+            return float(array[0]) == float(self.base[0]) + number
+        np.subtract(array, self.base, out=self._scratch)
+        return bool(self._scratch.min() == number == self._scratch.max())
+
+
+class SumPattern:
+    """Operands of an all_reduce with SUM and the exact result (small integers, so float32 rounds nothing)."""
+
+    def __init__(self, nbytes: int, rank: int, world_size: int) -> None:
+        self._pattern = MessagePattern(nbytes)
+        self._rank = rank
+        self._world_size = world_size
+        self._total = self._pattern.base * np.float32(world_size)
+        self._scratch = np.empty_like(self._total)
+
+    def empty(self) -> Array:
+        """Return an array of the operand's size."""
+        return self._pattern.empty()
+
+    def fill(self, array: Array, number: int) -> None:
+        self._pattern.fill(array, number + self._rank)
+
+    def is_right(self, array: Array, number: int) -> bool:
+        """Whether every element is the sum over all ranks."""
+        expected = self._world_size * number + self._world_size * (self._world_size - 1) // 2
+        if array.size == 1:
+            return float(array[0]) == float(self._total[0]) + expected
+        np.subtract(array, self._total, out=self._scratch)
+        return bool(self._scratch.min() == expected == self._scratch.max())

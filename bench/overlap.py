@@ -18,10 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from bench.cases import Case, Rank, RankContext, Record
-from bench.missing import missing_asyncdist
-from bench.model import Candidate, Cell, Profile, Subject
-from bench.verify import SumPattern
+from bench.candidates import missing_asyncdist
+from bench.model import Candidate, Case, Cell, Profile, Rank, RankContext, Record, Subject
+from bench.operations import SumPattern
 
 TITLE = "all_reduce beside computation"
 LARGE_ELEMENTS = 1 << 19

@@ -16,9 +16,8 @@ from collections.abc import Coroutine
 from dataclasses import asdict
 from typing import Any
 
-from bench.cases import Case, Rank, RankContext
-from bench.process import die_with_parent
-from bench.usage import pin_threads
+from bench.model import Case, Rank, RankContext
+from bench.process import die_with_parent, pin_threads
 
 COMMAND_LIMIT_BYTES = 1 << 20
 """The longest command line; a case is some hundred bytes."""

@@ -19,9 +19,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from bench.cases import Case, Rank, RankContext, Record
-from bench.missing import missing_torch
-from bench.model import Candidate, Profile, Subject
+from bench.candidates import missing_torch
+from bench.model import Candidate, Case, Profile, Rank, RankContext, Record, Subject
 from bench.servers import asyncdist_server, torch_store_server
 from bench.store import asyncdist_run, host_and_port, missing_store
 

@@ -26,9 +26,8 @@ from asyncdist.plan.selection.tuning import Tuning
 from asyncdist.plan.simulation.simulate import simulate
 from asyncdist.world.tuning_file import own_tuning, save_constants
 from bench.candidates import ASYNCDIST_TCP
-from bench.cases import LARGE_BYTES, Case, format_bytes
-from bench.model import FULL, SMOKE, Cell, Profile, Subject
-from bench.schedule import run_subject
+from bench.model import FULL, LARGE_BYTES, SMOKE, Case, Cell, Profile, Subject, format_bytes
+from bench.runner import run_subject
 
 ITEMSIZE = 4
 TRANSPORT = "tcp"

@@ -1,19 +1,26 @@
 """How long an event loop is kept from its other work.
 
-`StallMonitor` reschedules a callback every millisecond and notes how late each call comes: that is what a timer or an
-HTTP request on this loop would have to wait. Lateness counts everything that held the processor, other processes too,
-so `TimedLoop` stands beside it: it measures the thread's processor time within each callback of the loop.
+* `StallMonitor` reschedules a callback every millisecond and notes how late each call comes: that is what a timer or an
+  HTTP request on this loop would have to wait. Lateness counts everything that held the processor, other processes too.
+* `TimedLoop` measures the thread's processor time within each callback of the loop.
+* `Lateness` looks from outside of the loop: a thread hands the loop a callback every millisecond and notes how late
+  each is called. A loop's own timers cannot tell a millisecond, as asyncio rounds what is left up to the next whole one
+  whenever something else woke the loop meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
-from bench.cases import percentile
+from bench.model import percentile
+
+__all__ = ["PERIOD_S", "Lateness", "late_share"]
 
 PERIOD_S: Final = 1e-3
 
@@ -135,3 +142,39 @@ async def watch(
     if callbacks_s:
         found |= {"callback_p99_s": percentile(callbacks_s, 0.99), "callback_max_s": max(callbacks_s)}
     return found
+
+
+class Lateness:
+    """Of the loop that runs now: `start`, and later `stop` for the lateness of every callback, in seconds, sorted."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._late_s: list[float] = []
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lateness", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> list[float]:
+        """End; what is not called yet is left out."""
+        self._stopped.set()
+        self._thread.join()
+        return sorted(self._late_s)
+
+    def _run(self) -> None:
+        due_s = time.perf_counter()
+        while True:
+            due_s = max(due_s, time.perf_counter()) + PERIOD_S
+            if self._stopped.wait(due_s - time.perf_counter()):
+                return
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._note, due_s)
+
+    def _note(self, due_s: float) -> None:
+        self._late_s.append(time.perf_counter() - due_s)
+
+
+def late_share(late_s: list[float], part: float) -> float:
+    """What `part` of the callbacks, 0 to 1, was not later than; infinity where there were none."""
+    return late_s[min(int(len(late_s) * part), len(late_s) - 1)] if late_s else float("inf")

@@ -7,6 +7,11 @@
 * ``set+get, 128 tasks``: the same number of operations from 128 tasks, each doing one set and one get after the other.
 * ``set+get, 8 clients``: eight connections at once, each with bursts as above and keys of its own.
 
+Subject torch-store: torch's own unmodified client, one request at a time, to asyncdist's daemon and to torch's server.
+Either server has a process of its own. One process is the client of both and asks them in turns, a block of requests
+each; so wherever the kernel puts the process, both are measured from there. get is two round trips of torch's (wait,
+then get). set has no answer, so a check that it has arrived follows.
+
 ``python -m bench.store`` measures narrow listings instead: ten members list the 10 keys of a prefix, in a loop, in a
 store of a million keys, while another client sets a key 50 times a second.
 """
@@ -14,6 +19,7 @@ store of a million keys, while another client sets a key 50 times a second.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import importlib
 import inspect
 import multiprocessing
@@ -21,14 +27,14 @@ import shutil
 import subprocess
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from time import perf_counter_ns
 from typing import Any
 
 import click
 
-from bench.cases import Case, Rank, RankContext, Record
-from bench.missing import missing_module, missing_torch
-from bench.model import Candidate, Profile, Subject
-from bench.servers import asyncdist_server, redis_server, torch_store_server
+from bench.candidates import missing_module, missing_torch
+from bench.model import Candidate, Case, Profile, Rank, RankContext, Record, Subject
+from bench.servers import asyncdist_server, asyncdist_torch_server, redis_server, torch_store_server
 
 IN_FLIGHT = 128
 PAIRS = IN_FLIGHT // 2
@@ -405,6 +411,87 @@ def listings(keys: int, seconds: float) -> None:
         asyncdist_run()(measure_listings(server.address, keys, seconds))
     finally:
         server.close()
+
+
+TORCH_OPERATIONS = frozenset({"get", "set", "add", "check"})
+COUNTER = "bench/counter"
+TORCH_BLOCKS = 8
+"""A run of 200 requests is as long as a few turns of the kernel's scheduler; of 25, one."""
+
+
+class TorchClientRank(TorchStoreRank):
+    """torch's client, one request at a time."""
+
+    async def beside(self, address: str) -> TorchClientRank:
+        """Return a client of the server at `address`, in this process."""
+        other = TorchClientRank(dataclasses.replace(self._context, address=address))
+        await other.open()
+        return other
+
+    async def measure(self, case: Case) -> Record:
+        operation = {"get": self._get, "set": self._set, "add": self._add, "check": self._check}[case.operation]
+        self._client.set(KEY, value_of(0))
+        record = Record()
+        base = self._client.add(COUNTER, 0)
+        for number in range(case.warmup + case.samples):
+            if case.operation == "get":
+                self._client.set(KEY, value_of(number))
+            start_ns = perf_counter_ns()
+            wrong = operation(number if case.operation != "add" else base + number + 1)
+            end_ns = perf_counter_ns()
+            record.wrong += wrong
+            if number >= case.warmup:
+                record.add(start_ns, end_ns)
+        return record
+
+    def _set(self, number: int) -> int:
+        self._client.set(KEY, value_of(number))
+        return int(self._client.check([KEY]) is not True)
+
+    def _add(self, expected: int) -> int:
+        return int(self._client.add(COUNTER, 1) != expected)
+
+
+def missing_torch_daemon() -> str | None:
+    """Why torch's client cannot be measured on asyncdist's daemon, or None."""
+    return missing_torch() or missing_module("asyncdist_server")
+
+
+def torch_cases(profile: Profile) -> Sequence[Case]:
+    """Return the cells of a profile."""
+    samples, warmup = profile.samples(large=False)
+    return [
+        Case("get", 8, samples, warmup),
+        Case("set", 8, samples, warmup, title="set 8 B and check"),
+        Case("add", 0, samples, warmup),
+        Case("check", 0, samples, warmup),
+    ]
+
+
+TORCH_TO_ASYNCDIST = Candidate(
+    "asyncdist's daemon",
+    "bench.store:TorchClientRank",
+    TORCH_OPERATIONS,
+    missing=missing_torch_daemon,
+    server=asyncdist_torch_server,
+    own=True,
+)
+TORCH_TO_TORCH = Candidate(
+    "torch's server",
+    "bench.store:TorchClientRank",
+    TORCH_OPERATIONS,
+    missing=missing_torch,
+    server=torch_store_server,
+    ranks_of=TORCH_TO_ASYNCDIST.name,
+)
+TORCH_SUBJECT = Subject(
+    "torch-store",
+    "Store requests of torch's client",
+    (1,),
+    torch_cases,
+    (TORCH_TO_ASYNCDIST, TORCH_TO_TORCH),
+    blocks=TORCH_BLOCKS,
+)
 
 
 if __name__ == "__main__":

@@ -19,13 +19,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from bench.adapters.ours import Asyncdist
-from bench.candidates import ONE_THREAD
-from bench.cases import Case, Rank, RankContext, Record
-from bench.missing import missing_asyncdist
-from bench.model import Candidate, Cell, Measurement, Profile, Subject
-from bench.runner import BenchError, Session
-from bench.schedule import Progress
+from bench.adapters import Asyncdist
+from bench.candidates import ONE_THREAD, missing_asyncdist
+from bench.model import Candidate, Case, Cell, Measurement, Profile, Rank, RankContext, Record, Subject
+from bench.runner import BenchError, Progress, Session
 
 RANKS: Final = 4
 IN_FLIGHT: Final = 64

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from bench.model import FULL, PROMISES, Cell, Mode, Profile
-from bench.runner import ROOT
-from bench.schedule import Progress
+from bench.runner import ROOT, Progress
 from bench.targets import collectives, main_job, shared_memory
 from bench.targets.verdict import Verdict
 

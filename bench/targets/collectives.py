@@ -9,14 +9,13 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from bench import bursts, concurrency, loop_stall, overlap
+from bench import overlap, subjects
 from bench.candidates import ASYNCDIST_TCP, FLOOR_TCP, GLOO
-from bench.cases import Case
-from bench.collectives import cases
-from bench.model import Candidate, Cell, Measurement, Mode, Profile, Subject
+from bench.driver import GROUPS, IN_FLIGHT, ONE_BY_ONE
+from bench.model import Candidate, Case, Cell, Measurement, Mode, Profile, Subject
 from bench.report import format_time
-from bench.runner import ROOT
-from bench.schedule import Progress, run_subject
+from bench.runner import ROOT, Progress, run_subject
+from bench.subjects import collective_cases
 from bench.targets.verdict import Verdict, all_hold, at_least, at_most, p50_of, speeds, times_faster, verdict
 
 SIZES: Final = (4, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
@@ -48,7 +47,7 @@ ALL_REDUCE = Subject(
     "collectives",
     TITLE,
     (2, 4, 8),
-    lambda profile: cases(profile, ("all_reduce",), SIZES, stall=False),
+    lambda profile: collective_cases(profile, ("all_reduce",), SIZES, stall=False),
     (ASYNCDIST_TCP, FLOOR_TCP, GLOO),
     budgeted=True,
     wanted=_wanted,
@@ -57,15 +56,15 @@ OTHER = Subject(
     "collectives",
     TITLE,
     (4,),
-    lambda profile: cases(profile, OTHERS, OTHER_SIZES, stall=False),
+    lambda profile: collective_cases(profile, OTHERS, OTHER_SIZES, stall=False),
     (ASYNCDIST_TCP, GLOO),
     budgeted=True,
 )
 CONCURRENCY = dataclasses.replace(
-    concurrency.SUBJECT, ranks=(2, 4), candidates=(ASYNCDIST_TCP, GLOO), modes=("free",), budgeted=True
+    subjects.CONCURRENCY, ranks=(2, 4), candidates=(ASYNCDIST_TCP, GLOO), modes=("free",), budgeted=True
 )
 MEMORY = Subject(
-    "memory", "Memory of a large all_reduce over TCP", (2, 4), loop_stall.memory_cases, (ASYNCDIST_TCP, GLOO), ("free",)
+    "memory", "Memory of a large all_reduce over TCP", (2, 4), subjects.memory_cases, (ASYNCDIST_TCP, GLOO), ("free",)
 )
 OVERLAP = dataclasses.replace(
     overlap.SUBJECT, modes=("free",), candidates=tuple(c for c in overlap.CANDIDATES if c.name != "loop")
@@ -160,15 +159,15 @@ def in_flight(cells: Sequence[Cell]) -> list[Verdict]:
     singles = {
         (cell.ranks, cell.mode, cell.case.operations, cell.case.nbytes): cell
         for cell in cells
-        if cell.case.operation == bursts.ONE_BY_ONE
+        if cell.case.operation == ONE_BY_ONE
     }
     found = []
     for cell in cells:
-        if cell.case.operation not in (bursts.IN_FLIGHT, bursts.GROUPS):
+        if cell.case.operation not in (IN_FLIGHT, GROUPS):
             continue
         other = singles.get((cell.ranks, cell.mode, cell.case.operations, cell.case.nbytes))
         single_s, burst_s = p50_of(other) if other else None, p50_of(cell)
-        promised = "faster than one by one" if cell.case.operation == bursts.IN_FLIGHT else ""
+        promised = "faster than one by one" if cell.case.operation == IN_FLIGHT else ""
         met = None if single_s is None or burst_s is None else burst_s < single_s
         measured = (
             None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from bench import all_reduce, p2p, rendezvous, store
+from bench import rendezvous, store, subjects
 from bench.model import Cell, Mode, Profile
 from bench.report import format_time, gigabytes_per_second, operations_per_second
-from bench.schedule import Progress, run_subject
+from bench.runner import Progress, run_subject
 from bench.targets.verdict import Verdict, all_hold, at_most, p50_of, verdict, with_ratios
 
 ALL_REDUCE_LIMITS_S = {(4, 2): 60e-6, (4, 4): 135e-6, (65536, 2): 65e-6, (65536, 4): 270e-6}
@@ -23,7 +23,7 @@ SERVER_LIMIT_BYTES = 200 << 20
 def measure(profile: Profile, modes: Sequence[Mode] | None, progress: Progress) -> list[Cell]:
     """Measure every cell the promises speak of."""
     cells: list[Cell] = []
-    for subject in (p2p.PROMISED, all_reduce.PROMISED, store.SUBJECT, rendezvous.SUBJECT):
+    for subject in (subjects.P2P_PROMISED, subjects.ALL_REDUCE_PROMISED, store.SUBJECT, rendezvous.SUBJECT):
         cells += run_subject(subject, profile, modes=modes if subject.modes is None else None, progress=progress)
     return cells
 

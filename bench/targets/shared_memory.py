@@ -6,13 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Final
 
-from bench import concurrency, loop_stall, p2p, stress
+from bench import stress, subjects
 from bench.candidates import ASYNCDIST_DOORBELL, ASYNCDIST_EMPTY, ASYNCDIST_SHM, GLOO, MEMCPY, MPI, XOSCAR, asyncdist
-from bench.cases import Case
-from bench.collectives import cases
-from bench.model import Candidate, Cell, Mode, Profile, Subject
+from bench.model import Candidate, Case, Cell, Mode, Profile, Subject
 from bench.report import format_time, gigabytes_per_second
-from bench.schedule import Progress, run_subject
+from bench.runner import Progress, run_subject
+from bench.subjects import collective_cases
 from bench.targets.collectives import in_flight
 from bench.targets.verdict import Verdict, all_hold, at_least, at_most, p50_of, speeds, times_faster, verdict
 
@@ -56,7 +55,7 @@ ALL_REDUCE = Subject(
     "shared memory",
     "One host, all_reduce, float32",
     (2, 4),
-    lambda profile: cases(profile, ("all_reduce",), SIZES, stall=False),
+    lambda profile: collective_cases(profile, ("all_reduce",), SIZES, stall=False),
     (ASYNCDIST_SHM, ASYNCDIST_DOORBELL, ASYNCDIST_EMPTY, GLOO, MPI, MEMCPY),
     budgeted=True,
     wanted=_wanted,
@@ -65,7 +64,7 @@ OTHER = Subject(
     "shared memory",
     "One host, other collectives, float32",
     (4,),
-    lambda profile: cases(profile, OTHERS, OTHER_SIZES, stall=False),
+    lambda profile: collective_cases(profile, OTHERS, OTHER_SIZES, stall=False),
     (ASYNCDIST_SHM, GLOO, MPI),
     budgeted=True,
 )
@@ -73,16 +72,14 @@ MESSAGES = Subject(
     "p2p",
     "One host, messages",
     (2,),
-    p2p.cases,
+    subjects.promised_messages,
     (ASYNCDIST_SHM, ASYNCDIST_DOORBELL, ASYNCDIST_EMPTY, GLOO, MPI, MEMCPY),
     budgeted=True,
     wanted=_wanted,
 )
-STALL = dataclasses.replace(
-    loop_stall.SUBJECT, candidates=(asyncdist("asyncdist", "auto", timed_loop=True), GLOO, XOSCAR)
-)
+STALL = dataclasses.replace(subjects.STALL, candidates=(asyncdist("asyncdist", "auto", timed_loop=True), GLOO, XOSCAR))
 CONCURRENCY = dataclasses.replace(
-    concurrency.SUBJECT, ranks=(4,), candidates=(ASYNCDIST_SHM, GLOO), modes=("free",), budgeted=True
+    subjects.CONCURRENCY, ranks=(4,), candidates=(ASYNCDIST_SHM, GLOO), modes=("free",), budgeted=True
 )
 STALL_ROUNDS: Final = 2
 

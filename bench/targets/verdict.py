@@ -1,13 +1,15 @@
-"""One promise about one cell: what was promised, what was measured just now, met or not."""
+"""One promise about one cell: what was promised, what was measured just now, met or not; and the written report."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from bench import bursts
+from bench.driver import BURSTS
 from bench.model import Cell, Mode
-from bench.report import format_time, gigabytes_per_second, operations_per_second
+from bench.report import LEGEND, format_time, gigabytes_per_second, markdown, markdown_table, operations_per_second
 
 HEADER = ("measure", "cores", "promised", "measured", "beside it", "met")
 OURS = "asyncdist"
@@ -56,7 +58,7 @@ def beside(cell: Cell, candidate: str = OURS) -> str:
         operations = operations_per_second(cell, measurement)
         if gigabytes is not None and cell.case.operation in ("one_way", "window"):
             text = f"{gigabytes:.2f} GB/s"
-        elif operations is not None and cell.case.combine != "span" and cell.case.operation not in bursts.OPERATIONS:
+        elif operations is not None and cell.case.combine != "span" and cell.case.operation not in BURSTS:
             text = f"{operations / 1e3:.0f}k op/s"
         else:
             text = format_time(measurement.p50_s())
@@ -110,3 +112,56 @@ def speeds(cell: Cell, names: Sequence[str], candidate: str = OURS) -> str | Non
     faster = [(name, times_faster(cell, name, candidate)) for name in names]
     text = ", ".join(f"{value:.2f}x as fast as {name}" for name, value in faster if value is not None)
     return f"{format_time(p50_s)} ({text})" if text else format_time(p50_s)
+
+
+def document(
+    title: str,
+    command: str,
+    about: str,
+    verdicts: Sequence[Verdict],
+    cells: Sequence[Cell],
+    machine: dict[str, str],
+    pictures: Sequence[Path] = (),
+) -> str:
+    """Return the report as Markdown."""
+    facts = {**machine, "load after": f"{os.getloadavg()[0]:.2f}"}
+    listed = "\n".join(f"- {name}: {value}" for name, value in facts.items())
+    drawn = "".join(f"\n![{path.stem}]({path.name})\n" for path in pictures)
+    missing = sorted({line for cell in cells for line in _missing(cell)})
+    absent = "\n".join(f"- {line}" for line in missing)
+    return f"""# {title}
+
+Taken by `{command}`. How each figure is measured is written in `bench/__init__.py` and in the subjects' files: an
+untimed barrier, then one operation; a sample is the slowest rank's time; runs alternate with the neighbors' and the
+ratios are medians over the rounds; every result is verified. {about}
+
+{markdown_table(HEADER, [verdict.row() for verdict in verdicts])}
+{drawn}
+## Machine and versions
+
+{listed}
+
+## Not measured
+
+{absent or "Nothing was left out."}
+
+## Everything measured
+
+{LEGEND}
+
+{markdown(cells)}
+"""
+
+
+def _missing(cell: Cell) -> list[str]:
+    return [
+        f"{measurement.candidate}, {cell.case.operation}: {' '.join(measurement.failure.split())[:200]}"
+        for measurement in cell.measurements.values()
+        if measurement.failure is not None
+    ]
+
+
+def write_document(text: str, path: Path) -> None:
+    """Write the report where the documentation keeps it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")

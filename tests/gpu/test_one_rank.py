@@ -12,7 +12,7 @@ from gpu_kit import FAKE, on_gpu
 import asyncdist as dist
 from asyncdist import HashStore, ReduceOp
 from bench.gpu import Gpu
-from bench.lateness import Lateness, share
+from bench.stall import Lateness, late_share
 
 pytestmark = on_gpu
 
@@ -106,7 +106,7 @@ async def test_awaiting_does_not_hold_the_loop(gpu: Gpu) -> None:
         late_s = watched.stop()
         assert late_s
         if not FAKE:  # in the fake the work itself is done by this process
-            assert share(late_s, 0.98) <= STALL_LIMIT_S, late_s[-10:]
+            assert late_share(late_s, 0.98) <= STALL_LIMIT_S, late_s[-10:]
 
 
 async def test_a_kernel_and_a_collective_overlap(gpu: Gpu) -> None:

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))  # bench is not installed: it lives beside the packages
 
-from bench import anatomy, parts  # noqa: E402
+from bench import anatomy  # noqa: E402
 
 PARTS = "import json; from bench import anatomy; print(json.dumps(anatomy.measure_parts(50, 1, 1 << 20)))"
 
@@ -35,7 +35,7 @@ def test_sums_are_of_their_parts() -> None:
         "woken by an eventfd, on another core": 100.0,
     }
     for ranks in anatomy.RANKS:
-        for part, seconds in zip(parts.PARTS, (1e3, 1e9, 2e3, 3e3), strict=True):
+        for part, seconds in zip(anatomy.PARTS, (1e3, 1e9, 2e3, 3e3), strict=True):
             parts_s[anatomy._python(part, ranks)] = seconds
         parts_s[anatomy._pass(ranks, anatomy.READ_AND_ADDED)] = 1e4
         parts_s[anatomy._pass(ranks, anatomy.READ)] = 1e5

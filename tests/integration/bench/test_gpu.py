@@ -15,9 +15,8 @@ ROOT = Path(__file__).parent.parent.parent.parent
 sys.path.insert(0, str(ROOT))  # bench is not installed: it lives beside the packages
 
 from bench import cuda_extra  # noqa: E402
-from bench.gpu_sections import Outcome, Section  # noqa: E402
-from bench.nccl_document import document, nccl_table, rows  # noqa: E402
-from bench.nccl_figures import IPC_BYTES, TORCH_BYTES, Figures, notes_to  # noqa: E402
+from bench.gpu_proof import Outcome, Section  # noqa: E402
+from bench.nccl_figures import IPC_BYTES, TORCH_BYTES, Figures, document, nccl_table, notes_to, rows  # noqa: E402  # noqa: E402
 from bench.nccl_ranks import REASON_CHARACTERS, reason_in  # noqa: E402
 
 BENCHMARK = """

@@ -17,11 +17,9 @@ from jobs import free_port
 ROOT = Path(__file__).parent.parent.parent.parent
 sys.path.insert(0, str(ROOT))  # bench is not installed: it lives beside the packages
 
-from bench import gpu_proof, gpu_sections, nccl, nccl_alone, nccl_ranks  # noqa: E402
-from bench.gpu_proof import BUDGET_S, SHARING_VARIABLE, sharing_facts  # noqa: E402
-from bench.gpu_sections import LIMIT_VARIABLE, Outcome, Section, Sections  # noqa: E402
-from bench.nccl_document import document  # noqa: E402
-from bench.nccl_figures import Figures  # noqa: E402
+from bench import gpu_proof, nccl, nccl_ranks  # noqa: E402
+from bench.gpu_proof import BUDGET_S, LIMIT_VARIABLE, SHARING_VARIABLE, Outcome, Section, Sections, sharing_facts  # noqa: E402
+from bench.nccl_figures import Figures, document  # noqa: E402
 
 LONGEST_OUTPUT = 12_000
 """Characters: as much as is certain to be seen of a command's output."""
@@ -111,7 +109,7 @@ def test_nothing_is_begun_when_the_time_is_over(budget_s: float, begun: bool, tm
 
 
 def test_a_part_gets_no_more_than_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_sections, "LEAST_S", 0.1)
+    monkeypatch.setattr(gpu_proof, "LEAST_S", 0.1)
     assert Sections(1.0, tmp_path / "log").run(section(HANGS)).problem == "stopped after 1 s"
 
 
@@ -155,7 +153,7 @@ def test_a_test_that_hangs_is_named_and_seen(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "tests" / "test_x.py").write_text(
         "import time\ndef test_a(): pass\ndef in_a_library(): time.sleep(1000)\ndef test_b(): in_a_library()\n"
     )
-    monkeypatch.setattr(gpu_sections, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu_proof, "ROOT", tmp_path)
     part = Section("x", (*gpu_proof.PYTEST, "tests/test_x.py"), 10.0, gpu_proof.ALONE)
     outcome = Sections(LIMIT_S, tmp_path / "log").run(part)
     assert outcome.problem == "stopped after 10 s: tests/test_x.py::test_b"
@@ -185,7 +183,7 @@ def test_what_is_printed_can_be_read_when_everything_fails(tmp_path: Path) -> No
     """Everything was measured before, in all sizes, and every part has much to say of its end."""
     figures = Figures(about={f"what {number}": "x" * 40 for number in range(9)}, stall_s=1e-3, copy_bytes_per_s=4e12)
     for nbytes in nccl.SIZES:
-        for name in nccl_alone.NEIGHBORS:
+        for name in nccl.NEIGHBORS:
             figures.take({"kind": "beside", "name": name, "nbytes": nbytes, "seconds": {"asyncdist": 1.0, name: 1.0}})
         for name in nccl.PATHS:
             figures.take({"kind": "path", "name": name, "nbytes": nbytes, "seconds": 1.0})
@@ -195,10 +193,10 @@ def test_what_is_printed_can_be_read_when_everything_fails(tmp_path: Path) -> No
             )
     figures.problems = dict.fromkeys(nccl.PATHS, "x" * nccl_ranks.REASON_CHARACTERS)
     figures.facts = ["x" * nccl_ranks.REASON_CHARACTERS for _ in nccl_ranks.SHARING]
-    line = "x" * gpu_sections.LINE_CHARACTERS
+    line = "x" * gpu_proof.LINE_CHARACTERS
     problem = "exit code 1: tests/gpu/test_shared_device.py::test_nccl_overlaps_with_a_kernel[one channel]"
     for part in gpu_proof.sections(tmp_path, smoke=False):
-        tail = (line,) * gpu_sections.TAIL_LINES
+        tail = (line,) * gpu_proof.TAIL_LINES
         figures.outcomes.append(Outcome(part, problem, 1.0, tail, {"a": "FAILED"}, (line[:80],)))
     lines = "\n".join(one.line() for one in figures.outcomes)
     text = gpu_proof._summary(figures, figures.outcomes, document(figures, "make gpu"), len(lines))

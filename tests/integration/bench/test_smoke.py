@@ -17,32 +17,28 @@ sys.path.insert(0, str(ROOT))  # bench is not installed: it lives beside the pac
 from click.testing import CliRunner  # noqa: E402
 
 from bench import (  # noqa: E402
-    all_reduce,
     durable,
     many_connections,
     overlap,
-    p2p,
     rendezvous,
-    schedule,
+    runner,
     store,
+    subjects,
     targets,
-    torch_store,
 )
 from bench.__main__ import main  # noqa: E402
-from bench.cases import Case, Record, combine, format_bytes  # noqa: E402
-from bench.model import FULL, SMOKE, Candidate, Cell, Measurement, Subject  # noqa: E402
-from bench.runner import Session  # noqa: E402
-from bench.schedule import run_subject  # noqa: E402
+from bench.model import FULL, SMOKE, Candidate, Case, Cell, Measurement, Record, Subject, combine, format_bytes  # noqa: E402
+from bench.operations import MessagePattern, SumPattern  # noqa: E402
+from bench.runner import Session, run_subject  # noqa: E402
 from bench.servers import ServerProcess, asyncdist_server  # noqa: E402
 from bench.targets import main_job  # noqa: E402
-from bench.targets.document import document  # noqa: E402
-from bench.verify import MessagePattern, SumPattern  # noqa: E402
+from bench.targets.verdict import document  # noqa: E402
 
 SUBJECTS = {
     subject.name: subject
     for subject in (
-        p2p.PROMISED,
-        all_reduce.SUBJECT,
+        subjects.P2P_PROMISED,
+        subjects.ALL_REDUCE,
         store.SUBJECT,
         durable.SUBJECT,
         rendezvous.SUBJECT,
@@ -71,7 +67,7 @@ def test_subject_runs_and_verifies(name: str) -> None:
 
 def test_one_client_is_measured_on_both_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose ranks are borrowed has none of its own, ends with its own server only, and both give right answers."""
-    if why := torch_store.missing():
+    if why := store.missing_torch_daemon():
         pytest.skip(why)
     opened: list[Session] = []
 
@@ -80,8 +76,8 @@ def test_one_client_is_measured_on_both_servers(monkeypatch: pytest.MonkeyPatch)
             super().__init__(*arguments)
             opened.append(self)
 
-    monkeypatch.setattr(schedule, "Session", Noted)
-    cells = run_subject(torch_store.SUBJECT, dataclasses.replace(SMOKE, neighbors=True))
+    monkeypatch.setattr(runner, "Session", Noted)
+    cells = run_subject(store.TORCH_SUBJECT, dataclasses.replace(SMOKE, neighbors=True))
     assert_measured(cells)
     assert all(len(cell.measurements) == 2 for cell in cells)
     ours, torchs = opened
@@ -103,16 +99,16 @@ def test_a_connection_that_is_not_woken_counts_as_wrong(monkeypatch: pytest.Monk
 
 
 def test_all_reduce_floor_with_four_ranks_pinned() -> None:
-    floor = tuple(candidate for candidate in all_reduce.SUBJECT.candidates if candidate.floor)
-    subject = dataclasses.replace(all_reduce.SUBJECT, candidates=floor)
+    floor = tuple(candidate for candidate in subjects.ALL_REDUCE.candidates if candidate.floor)
+    subject = dataclasses.replace(subjects.ALL_REDUCE, candidates=floor)
     assert_measured(run_subject(subject, SMOKE, ranks=[4], modes=["pinned"]))
 
 
 def test_missing_neighbor_is_named_and_the_others_are_measured() -> None:
     absent = Candidate("absent", "no.such:Rank", frozenset({"ping_pong"}), missing=lambda: "not installed: absent")
     broken = Candidate("broken", "no.such:Rank", frozenset({"ping_pong"}))
-    floor = next(candidate for candidate in p2p.PROMISED.candidates if candidate.floor)
-    subject = Subject("p2p", "", (2,), lambda profile: p2p.cases(profile)[:1], (absent, broken, floor))
+    floor = next(candidate for candidate in subjects.P2P_PROMISED.candidates if candidate.floor)
+    subject = Subject("p2p", "", (2,), lambda profile: subjects.promised_messages(profile)[:1], (absent, broken, floor))
     (cell,) = run_subject(subject, dataclasses.replace(SMOKE, neighbors=True))
     assert cell.measurements["absent"].failure == "not installed: absent"
     assert "No module named 'no'" in (cell.measurements["broken"].failure or "")
@@ -142,19 +138,19 @@ def cell_of(case: Case, ranks: int, **medians_s: float) -> Cell:
     [(36e-6, 36e-6, 24e-6, True), (36.1e-6, 40e-6, 24e-6, False), (36e-6, 35.9e-6, 24e-6, False)],
 )
 def test_half_round_trip_is_judged_by_gloo_and_floor(own_s: float, gloo_s: float, floor_s: float, met: bool) -> None:
-    case = p2p.cases(FULL)[0]
+    case = subjects.promised_messages(FULL)[0]
     (verdict,) = main_job.judge([cell_of(case, 2, asyncdist=own_s, gloo=gloo_s, floor=floor_s)])
     assert verdict.met is met
 
 
 def test_nothing_is_judged_met_that_was_not_compared() -> None:
-    case = p2p.cases(FULL)[0]
+    case = subjects.promised_messages(FULL)[0]
     (verdict,) = main_job.judge([cell_of(case, 2, asyncdist=1e-6, floor=24e-6)])
     assert verdict.met is None
 
 
 def test_document_has_every_verdict_and_the_machine() -> None:
-    case = all_reduce.cases(FULL)[0]
+    case = subjects.all_reduce_cases(FULL)[0]
     cells = [cell_of(case, 4, asyncdist=100e-6, gloo=400e-6, floor=80e-6)]
     target = targets.TARGETS["main-job"]
     text = document(target.title, target.command, target.about, target.judge(cells), cells, {"cores": "2"})

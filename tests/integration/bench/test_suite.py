@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT))  # bench is not installed: it lives beside the pac
 
 from click.testing import CliRunner  # noqa: E402
 
-from bench import collectives, concurrency, loop_stall, objects, p2p, stress  # noqa: E402
+from bench import stress, subjects  # noqa: E402
 from bench.__main__ import main  # noqa: E402
 from bench.candidates import (  # noqa: E402
     ASYNCDIST_DOORBELL,
@@ -26,10 +26,16 @@ from bench.candidates import (  # noqa: E402
     TRANSPORTS,
     XOSCAR,
 )
-from bench.cases import Case  # noqa: E402
-from bench.model import SMOKE, Candidate, Cell, Profile, Subject  # noqa: E402
+from bench.model import (  # noqa: E402
+    SMOKE,
+    Candidate,
+    Case,
+    Cell,
+    Profile,
+    Subject,
+)
 from bench.operations import OPERATIONS  # noqa: E402
-from bench.schedule import run_subject  # noqa: E402
+from bench.runner import run_subject  # noqa: E402
 
 TINY = dataclasses.replace(SMOKE, small_samples=2, large_samples=1, large_bytes=1 << 16, stress_operations=200)
 SIZES = (4, 1 << 16)
@@ -50,10 +56,10 @@ def with_candidates(subject: Subject, *candidates: Candidate) -> Subject:
 
 def test_every_collective_over_shared_memory_and_tcp_beside_floor_and_copies() -> None:
     def cases(profile: Profile) -> list[Case]:
-        return list(collectives.cases(profile, OPERATIONS, SIZES))
+        return list(subjects.collective_cases(profile, OPERATIONS, SIZES))
 
     chosen = (TRANSPORTS["shm"], TRANSPORTS["tcp"], ASYNCDIST_DOORBELL, ASYNCDIST_EMPTY, FLOOR_TCP, MEMCPY)
-    subject = dataclasses.replace(collectives.SUBJECT, candidates=chosen, cases=cases)
+    subject = dataclasses.replace(subjects.EVERY_COLLECTIVE, candidates=chosen, cases=cases)
     cells = run_subject(subject, dataclasses.replace(TINY, modes=("pinned", "free"), run_budget_s=0.1), ranks=[2])
     assert_right(cells)
     assert {cell.case.operation for cell in cells} == set(OPERATIONS)
@@ -63,14 +69,14 @@ def test_every_collective_over_shared_memory_and_tcp_beside_floor_and_copies() -
 
 def test_messages_and_bursts() -> None:
     shm = TRANSPORTS["shm"]
-    assert_right(run_subject(with_candidates(p2p.SUBJECT, shm, MEMCPY), TINY))
-    assert_right(run_subject(with_candidates(concurrency.SUBJECT, shm), TINY, ranks=[2]))
-    assert_right(run_subject(with_candidates(objects.SUBJECT, shm), TINY, ranks=[2]))
+    assert_right(run_subject(with_candidates(subjects.P2P, shm, MEMCPY), TINY))
+    assert_right(run_subject(with_candidates(subjects.CONCURRENCY, shm), TINY, ranks=[2]))
+    assert_right(run_subject(with_candidates(subjects.EVERY_OBJECT_CALL, shm), TINY, ranks=[2]))
 
 
 def test_loop_and_memory_are_watched() -> None:
-    timed = tuple(candidate for candidate in loop_stall.SUBJECT.candidates if candidate.own)[:1]
-    (cell,) = run_subject(with_candidates(loop_stall.SUBJECT, *timed), TINY, ranks=[2])
+    timed = tuple(candidate for candidate in subjects.STALL.candidates if candidate.own)[:1]
+    (cell,) = run_subject(with_candidates(subjects.STALL, *timed), TINY, ranks=[2])
     assert_right([cell])
     found = cell.measurements[timed[0].name].extra
     assert {"stall_max_s", "callback_p99_s", "callback_max_s", "memory_bytes", "segment_bytes"} <= found.keys()
@@ -90,7 +96,9 @@ def test_neighbors_do_what_they_are_measured_for(peer: Candidate) -> None:
         pytest.skip(failure)
     offered = [name for name in OPERATIONS if name in peer.operations]
     subject = dataclasses.replace(
-        collectives.SUBJECT, candidates=(peer,), cases=lambda profile: list(collectives.cases(profile, offered, SIZES))
+        subjects.EVERY_COLLECTIVE,
+        candidates=(peer,),
+        cases=lambda profile: list(subjects.collective_cases(profile, offered, SIZES)),
     )
     assert_right(run_subject(subject, dataclasses.replace(TINY, neighbors=True), ranks=[2]))
 

@@ -14,14 +14,13 @@ import pytest
 from punctual import assert_within, punctual
 
 import bench
-from bench import collectives, p2p, plots, schedule
+from bench import report, runner, subjects
 from bench.candidates import FLOOR_TCP, GLOO, MPI
-from bench.cases import Case, Record, entered_before_left
-from bench.model import FULL, SMOKE, Candidate, Cell, Measurement, Run, Subject
-from bench.schedule import count_runs, run_subject
-from bench.selection import Selection, subjects
+from bench.model import FULL, SMOKE, Candidate, Case, Cell, Measurement, Record, Run, Subject, entered_before_left
+from bench.process import status_bytes
+from bench.runner import count_runs, run_subject
 from bench.stall import TimedLoop, watch
-from bench.usage import status_bytes
+from bench.subjects import Selection, chosen_subjects
 
 HELD_S = 0.03
 
@@ -63,7 +62,7 @@ def test_growth_of_memory_is_seen() -> None:
     if not status_bytes("VmHWM"):
         pytest.skip("no /proc")
     program = (
-        "from bench.usage import PeakMemory; peak = PeakMemory(); held = bytearray(b'x') * (64 << 20); "
+        "from bench.process import PeakMemory; peak = PeakMemory(); held = bytearray(b'x') * (64 << 20); "
         "print(peak.growth_bytes())"
     )  # in a process of its own: what other tests left behind is freed at any time
     root = Path(bench.__file__).parents[1]
@@ -83,15 +82,15 @@ def test_a_selection_narrows_candidates_sizes_and_operations() -> None:
         sizes=(8, 2048),
         operations=("gather", "ping_pong"),
     )
-    messages, several = subjects(["p2p", "collectives"], chosen)
+    messages, several = chosen_subjects(["p2p", "collectives"], chosen)
     assert [c.name for c in several.candidates] == ["asyncdist shm", "floor", "floor unix", "mpi"]
     assert [case.label for case in several.cases(FULL)] == ["gather 8 B", "gather 2 KiB"]
     assert [case.label for case in messages.cases(FULL)] == ["ping_pong 8 B", "ping_pong 2 KiB"]
-    (both,) = [subject for subject in subjects([], Selection()) if subject.name == "collectives"]
-    assert both is not collectives.SUBJECT
-    assert both.candidates == collectives.SUBJECT.candidates
-    assert subjects(["floors"], Selection())[0].candidates == tuple(
-        c for c in p2p.SUBJECT.candidates if "floor" in c.name
+    (both,) = [subject for subject in chosen_subjects([], Selection()) if subject.name == "collectives"]
+    assert both is not subjects.EVERY_COLLECTIVE
+    assert both.candidates == subjects.EVERY_COLLECTIVE.candidates
+    assert chosen_subjects(["floors"], Selection())[0].candidates == tuple(
+        c for c in subjects.P2P.candidates if "floor" in c.name
     )
 
 
@@ -134,8 +133,8 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def open_session(candidate: Candidate, _world_size: int, _lender: Any) -> Any:
         return FakeSession(slow.get(candidate.name, 0.01), ran, candidate.name)
 
-    monkeypatch.setattr(schedule, "Session", open_session)
-    monkeypatch.setattr(schedule, "time", FakeTime)
+    monkeypatch.setattr(runner, "Session", open_session)
+    monkeypatch.setattr(runner, "time", FakeTime)
     return ran
 
 
@@ -178,7 +177,7 @@ def test_what_is_not_offered_is_named_and_not_run(order: list[str]) -> None:
 
 
 def test_pictures_are_drawn(tmp_path: Path) -> None:
-    if plots.missing_matplotlib():
+    if report.missing_matplotlib():
         pytest.skip("matplotlib is not installed")
     cells = []
     for nbytes in (4, 1024):
@@ -187,6 +186,6 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
             cell.measurements["gloo"] = Measurement("gloo", [[1e-3]])
             cell.measurements["absent"] = Measurement("absent", failure="not installed")
             cells.append(cell)
-    (path,) = plots.draw(cells, tmp_path, "bench")
+    (path,) = report.draw(cells, tmp_path, "bench")
     assert path.name == "bench-all-reduce.png"
     assert path.read_bytes().startswith(b"\x89PNG")

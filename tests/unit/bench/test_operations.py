@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bench.operations import FULL_CHECK_BYTES, OPERATIONS, SPOT_STRIDE, Buffers, make_buffers
-from bench.verify import Array
+from bench.operations import FULL_CHECK_BYTES, OPERATIONS, SPOT_STRIDE, Array, Buffers, make_buffers
 
 RANKS = (2, 3, 4)
 NUMBER = 7

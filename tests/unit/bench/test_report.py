@@ -7,13 +7,12 @@ import json
 
 import pytest
 
-from bench import bursts, formats, loop_stall, p2p, report, stress
-from bench.cases import Case
-from bench.collectives import cases
-from bench.model import PROMISES, Cell, Measurement
+from bench import report, stress, subjects
+from bench.driver import IN_FLIGHT, ONE_BY_ONE
+from bench.model import PROMISES, Case, Cell, Measurement
+from bench.subjects import collective_cases
 from bench.targets import TARGETS, collectives, shared_memory
-from bench.targets.document import document
-from bench.targets.verdict import Verdict
+from bench.targets.verdict import Verdict, document
 
 MIB = 1 << 20
 
@@ -28,7 +27,7 @@ def cell_of(subject: str, case: Case, ranks: int, **medians_s: float) -> Cell:
 
 
 def case_of(operation: str, nbytes: int) -> Case:
-    return next(iter(cases(dataclasses.replace(PROMISES, large_bytes=1 << 30), (operation,), (nbytes,))))
+    return next(iter(collective_cases(dataclasses.replace(PROMISES, large_bytes=1 << 30), (operation,), (nbytes,))))
 
 
 def one(found: list[Verdict], measure: str) -> Verdict:
@@ -68,8 +67,8 @@ def test_other_collectives_may_lag_in_a_tenth_of_the_cells_and_by_a_fifth(
 
 
 def test_a_burst_must_be_faster_than_one_by_one() -> None:
-    burst = Case(bursts.IN_FLIGHT, 65536, 1, 0, operations=200, title="burst")
-    single = dataclasses.replace(burst, operation=bursts.ONE_BY_ONE, title="single")
+    burst = Case(IN_FLIGHT, 65536, 1, 0, operations=200, title="burst")
+    single = dataclasses.replace(burst, operation=ONE_BY_ONE, title="single")
     for burst_s, met in ((0.9, True), (1.0, False)):
         found = collectives.in_flight(
             [cell_of("concurrency", burst, 2, asyncdist=burst_s), cell_of("concurrency", single, 2, asyncdist=1.0)]
@@ -126,7 +125,7 @@ def test_other_collectives_in_shared_memory_are_judged_by_both() -> None:
 
 
 def test_messages_in_shared_memory_have_limits() -> None:
-    small, large = p2p.case("ping_pong", 4, PROMISES), p2p.case("one_way", 64 * MIB, PROMISES)
+    small, large = subjects.message_case("ping_pong", 4, PROMISES), subjects.message_case("one_way", 64 * MIB, PROMISES)
     cell = cell_of("p2p", small, 2, asyncdist=12e-6, asyncdist_doorbell=31e-6)
     assert shared(cell, "half round trip 4 B, 2 ranks") is True
     assert shared(cell, "half round trip 4 B, 2 ranks, doorbell") is False
@@ -140,7 +139,7 @@ def test_messages_in_shared_memory_have_limits() -> None:
     [(1e-3, 2e-3, 2e-3, True), (1.1e-3, 2e-3, 0, False), (0, 2.1e-3, 0, False), (0, 0, 2.1e-3, False)],
 )
 def test_the_loop_is_judged_by_callbacks_and_gaps(p99_s: float, max_s: float, gap_s: float, met: bool) -> None:
-    cell = cell_of("stall", loop_stall.cases(PROMISES)[0], 2, asyncdist=1.0)
+    cell = cell_of("stall", subjects.stall_cases(PROMISES)[0], 2, asyncdist=1.0)
     extra = {"callback_p99_s": p99_s, "callback_max_s": max_s, "stall_p99_s": gap_s, "stall_max_s": gap_s}
     cell.measurements["asyncdist"].extra = {**extra, "segment_bytes": 33 << 20}
     assert shared(cell, "loop during all_reduce 256 MiB, 2 ranks") is met
@@ -177,8 +176,8 @@ def test_the_report_names_what_is_missing_and_the_load() -> None:
 
 def test_osu_prints_latency_and_bandwidth() -> None:
     latency = cell_of("collectives", case_of("all_reduce", 1024), 2, asyncdist=12.5e-6)
-    bandwidth = cell_of("p2p", p2p.case("window", 8192, PROMISES), 2, asyncdist=1e-3)
-    lines = formats.osu([latency, bandwidth]).splitlines()
+    bandwidth = cell_of("p2p", subjects.message_case("window", 8192, PROMISES), 2, asyncdist=1e-3)
+    lines = report.osu_tables([latency, bandwidth]).splitlines()
     assert lines[0] == "# all_reduce: asyncdist, 2 ranks, free"
     assert lines[2].split() == ["1024", "12.50", "12.50", "12.50", "3"]
     assert lines[-1].split() == ["8192", f"{8192 * 64 / 1e3:.2f}"]
@@ -187,7 +186,7 @@ def test_osu_prints_latency_and_bandwidth() -> None:
 def test_nccl_prints_algbw_and_busbw_on_the_side_that_was_measured() -> None:
     inside = cell_of("collectives", case_of("all_reduce", 10**6 * 4), 4, asyncdist=1e-3)
     outside = cell_of("collectives", case_of("all_gather", 10**6 * 4), 4, asyncdist=1e-3)
-    lines = formats.nccl([inside, outside]).splitlines()
+    lines = report.nccl_tables([inside, outside]).splitlines()
     assert lines[3].split() == [
         "4000000",
         "1000000",

@@ -1,1 +1,0 @@
-"""What is measured, one library a file, behind one small interface (`bench.adapters.base`)."""
