@@ -1,7 +1,7 @@
 """The part of CUDA that asyncdist uses, as abstract classes without any library behind them.
 
 `cupy_runtime.CupyRuntime` is the real thing and `asyncdist.testing.FakeRuntime` the one for tests; both pass the checks
-of `asyncdist.testing.cuda_conformance`. NCCL's part is in `nccl_interface`. Common rules:
+of `tests/kits/cuda_conformance.py`. NCCL's part is in `nccl_interface`. Common rules:
 
 - A pointer is an `int`. Device memory, pinned and ordinary host memory share one address space.
 - Work is queued on a stream and runs in its order; what a method queues has not happened when it returns.

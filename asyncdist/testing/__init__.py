@@ -1,13 +1,20 @@
 """The public test kit: worlds in one loop and virtual time, histories and their judge, suites for stores and meshes."""
 
 from asyncdist.testing.chaos_proxy import Chaos, chaos_proxy
-from asyncdist.testing.fake_cuda import FakeRuntime
+from asyncdist.testing.fake_cuda import FakeCuda, FakeRuntime, fake_cuda
 from asyncdist.testing.fake_memory import FakeArray
 from asyncdist.testing.fake_nccl import FakeCommunicator, FakeNccl
-from asyncdist.testing.fake_provider import FakeCuda, fake_cuda
-from asyncdist.testing.history import REFUSED, UNKNOWN, History, Operation
 from asyncdist.testing.hosts import SimulatedHost
-from asyncdist.testing.linearizability import IMPOSSIBLE, Model, Report, check_history
+from asyncdist.testing.linearizability import (
+    IMPOSSIBLE,
+    REFUSED,
+    UNKNOWN,
+    History,
+    Model,
+    Operation,
+    Report,
+    check_history,
+)
 from asyncdist.testing.loop import DeadlockError, VirtualTimeLoop
 from asyncdist.testing.network import SimulatedNetwork, run_simulated
 from asyncdist.testing.store_conformance import STORE_CHECKS

@@ -1,4 +1,4 @@
-"""FakeRuntime: CUDA without a device, for tests of code that uses arrays on devices.
+"""fake_cuda, FakeRuntime: CUDA without a device, for tests of code that uses arrays on devices.
 
     with fake_cuda(devices=2) as cuda:
         x = cuda.runtime.array(np.ones(4, np.float32), device=1)
@@ -15,6 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +25,7 @@ from asyncdist.arrays.host import Array
 from asyncdist.arrays.reduce_op import PremulSum, ReduceOp
 from asyncdist.collectives.executor.reduction import finish, kernel, prepare, validate
 from asyncdist.cuda.interface import MAX_SOURCES, Event, Memory, Pinned, Runtime, Stream
+from asyncdist.cuda.provider import Provider, override
 from asyncdist.errors import DistBackendError
 from asyncdist.testing.fake_memory import (
     Block,
@@ -35,9 +37,10 @@ from asyncdist.testing.fake_memory import (
     make_handle,
     read_handle,
 )
+from asyncdist.testing.fake_nccl import FakeNccl
 from asyncdist.testing.fake_queues import Delay, FakeEvent, FakeStream, Gate, Mode, Queue, Scheduler, Span, Step
 
-__all__ = ["FakeRuntime"]
+__all__ = ["FakeCuda", "FakeRuntime", "fake_cuda"]
 
 FIRST_HANDLE: Final = 0x1000
 DEFAULT_STREAMS: Final = (0, 1, 2)
@@ -346,3 +349,40 @@ class FakeRuntime(Runtime):
     def _check_device(self, device: int) -> None:
         if not 0 <= device < self._devices:
             raise DistBackendError(f"invalid device ordinal: {device} of {self._devices}")
+
+
+@dataclass(frozen=True, slots=True)
+class FakeCuda:
+    """What `fake_cuda` gives; `nccl` is None if it was told that there is none."""
+
+    runtime: FakeRuntime
+    nccl: FakeNccl | None
+
+
+@contextmanager
+def fake_cuda(
+    devices: int = 1,
+    *,
+    mode: Mode = "inline",
+    folder: Path | str | None = None,
+    nccl: bool = True,
+    strict: bool = False,
+    multi_rank_gpu: bool = False,
+    native_premul_sum: bool = False,
+) -> Iterator[FakeCuda]:
+    """Give this process `devices` fake devices, and a fake NCCL if `nccl`, until the block ends.
+
+    `mode`: "inline" runs queued work at once and suits virtual time; "threads" runs it in a thread, takes time and lets
+    `Nccl.open` wait for all ranks; "manual" lets the test say when. Processes that name the same `folder`, an empty
+    one at first, share devices, IPC handles and communicators; then the mode is "threads".
+    """
+    runtime = FakeRuntime(devices, mode=mode, folder=Path(folder) if folder is not None else None)
+    library = FakeNccl(runtime, strict=strict, multi_rank_gpu=multi_rank_gpu, native_premul_sum=native_premul_sum)
+    fake = FakeCuda(runtime, library if nccl else None)
+    reason = "" if nccl else "the test has no NCCL"
+    try:
+        with override(Provider(runtime, fake.nccl, reason)):
+            yield fake
+    finally:
+        library.close()
+        runtime.close()

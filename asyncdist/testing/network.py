@@ -13,39 +13,53 @@
 
 Programs use it unchanged: sockets, `loop.sock_*`, `loop.add_reader`, `loop.create_server`. What is not simulated is
 refused. Latency, where streams are cut into pieces and how much buffers hold are drawn from the seed; everything that
-happens goes into `trace_hash`, so that two runs of a seed can be compared.
+happens goes into `trace_hash`, so that two runs of a seed can be compared. `seeded` makes a program's randomness and
+wall clock a function of the seed too.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import errno
 import hashlib
+import os
 import random
+import secrets
+import socket
+import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Final, TypeVar
+from unittest import mock
 
 from asyncdist.testing.endpoint import Endpoint, join
 from asyncdist.testing.hosts import PROCESS, SimulatedHost, SimulatedProcess
-from asyncdist.testing.seeded import seeded
-from asyncdist.testing.simulated_loop import SimulatedLoop
+from asyncdist.testing.loop import SimulatedLoop
 from asyncdist.testing.simulated_socket import SimulatedSocket
 
-__all__ = ["SimulatedNetwork", "run_simulated"]
+__all__ = ["SimulatedNetwork", "run_simulated", "seeded"]
 
 T = TypeVar("T")
 
 LATENCIES_S: Final = (0.0, 0.00005, 0.001, 0.02)
 """A seed's usual latency: one process, one host, one building, one continent."""
+
 BUFFERS_BYTES: Final = (600, 5_000, 64 * 1024, 4 * 1024 * 1024)
 """What a stream holds at most between its ends; small ones push back."""
+
 CONNECT_RETRIES_S: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 """When Linux sends the first packet of a connection again."""
+
 FIRST_DESCRIPTOR: Final = 1_000_000
+
 TRACE_BYTES: Final = 64
 """Bytes of each piece shown in a trace that is kept."""
+
+
+EPOCH_NS: Final = 1_700_000_000_000_000_000
+"""When simulated time begins, as nanoseconds of the wall clock."""
 
 
 class SimulatedNetwork:
@@ -274,3 +288,40 @@ def run_simulated(
 
 async def _awaited(awaitable: Awaitable[T]) -> T:
     return await awaitable
+
+
+@contextlib.contextmanager
+def seeded(seed: int | str, clock_s: Callable[[], float]) -> Iterator[None]:
+    """Until the block ends, draw secrets and random numbers from `seed` and tell the time of `clock_s`.
+
+    For one thread at a time: it replaces functions of `secrets`, `time`, `os` and `socket`.
+    """
+    dice = random.Random(f"secrets {seed}")
+    state = random.getstate()
+    random.seed(f"random {seed}")
+    host_name, pid = socket.gethostname, os.getpid
+
+    def process_pid() -> int:
+        process = PROCESS.get()
+        return pid() if process is None else process.pid
+
+    def process_host() -> str:
+        process = PROCESS.get()
+        return host_name() if process is None else process.host.name
+
+    replaced: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+        (secrets, "token_bytes", lambda count=32: dice.randbytes(count)),
+        (secrets, "token_hex", lambda count=32: dice.randbytes(count).hex()),
+        (secrets, "randbelow", dice.randrange),
+        (time, "time_ns", lambda: EPOCH_NS + round(clock_s() * 1e9)),
+        (time, "time", lambda: EPOCH_NS / 1e9 + clock_s()),
+        (time, "monotonic", clock_s),
+        (time, "perf_counter", clock_s),
+        (os, "getpid", process_pid),
+        (socket, "gethostname", process_host),
+    )
+    with contextlib.ExitStack() as stack:
+        stack.callback(random.setstate, state)
+        for module, name, function in replaced:
+            stack.enter_context(mock.patch.object(module, name, function))
+        yield

@@ -12,8 +12,7 @@ from collections import Counter
 from collections.abc import Hashable
 from typing import Any, Final
 
-from asyncdist.testing.history import REFUSED, UNKNOWN, Operation
-from asyncdist.testing.linearizability import IMPOSSIBLE, Model, Pairs
+from asyncdist.testing.linearizability import IMPOSSIBLE, REFUSED, UNKNOWN, Model, Operation, Pairs
 
 __all__ = ["LockModel", "LogModel", "QueueModel", "RegisterModel"]
 

@@ -16,12 +16,12 @@ import asyncio
 from typing import Final
 
 from asyncdist.errors import CollectiveMismatchError, PeerLostError
-from asyncdist.testing.checks import checks_of
-from asyncdist.testing.transport_check_tools import (
+from asyncdist.testing.conformance_tools import (
     GROUP,
     MeshCheck,
     OpenMeshes,
     Rank,
+    checks_of,
     eventually,
     open_world,
     pattern,

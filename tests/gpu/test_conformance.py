@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from cuda_conformance import CUDA_CHECKS, CudaCheck
 from gpu_kit import on_gpu
+from nccl_conformance import NCCL_CHECKS, NcclCheck
 
-from asyncdist.testing.cuda_conformance import CUDA_CHECKS, CudaCheck
-from asyncdist.testing.nccl_conformance import NCCL_CHECKS, NcclCheck
 from bench.gpu import Gpu
 
 pytestmark = on_gpu

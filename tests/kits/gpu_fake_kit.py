@@ -11,7 +11,7 @@ import uvloop
 
 import asyncdist as dist
 from asyncdist.testing import run_world
-from asyncdist.testing.fake_provider import FakeCuda, fake_cuda
+from asyncdist.testing.fake_cuda import FakeCuda, fake_cuda
 
 PATIENCE_S = 60.0
 """Far more than anything here takes; a test that waits this long has failed."""

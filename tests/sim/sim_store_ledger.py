@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from asyncdist.store.watch import WatchEvent
-from asyncdist.testing.history import History
-from asyncdist.testing.linearizability import check_history
+from asyncdist.testing.linearizability import History, check_history
 from asyncdist.testing.store_models import RegisterModel
 
 __all__ = ["Ledger", "Round", "Watched"]

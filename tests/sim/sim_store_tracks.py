@@ -13,7 +13,7 @@ from sim_store_ledger import Round, Watched
 from asyncdist.errors import DistError, LeaseLostError, WatchCompactedError
 from asyncdist.store.lease import Lease
 from asyncdist.store.watch import Watch
-from asyncdist.testing.history import REFUSED, UNKNOWN, Operation
+from asyncdist.testing.linearizability import REFUSED, UNKNOWN, Operation
 
 __all__ = ["run_track"]
 

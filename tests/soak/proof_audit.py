@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 
 from proof_load import Recorded
 
-from asyncdist.testing.history import UNKNOWN, Operation
-from asyncdist.testing.linearizability import Model, check_history
+from asyncdist.testing.linearizability import UNKNOWN, Model, Operation, check_history
 from asyncdist.testing.store_models import LockModel, LogModel, QueueModel, RegisterModel
 
 MAX_STEPS = 1_000_000

@@ -12,7 +12,7 @@ from typing import Any
 
 from asyncdist.errors import ClosedError, DistStoreError, QueueEmptyError, StoreTimeoutError
 from asyncdist.store import TCPStore
-from asyncdist.testing.history import REFUSED, UNKNOWN, History, Operation
+from asyncdist.testing.linearizability import REFUSED, UNKNOWN, History, Operation
 
 REGISTERS = 3
 COUNTERS = 2

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from asyncdist.errors import WatchCompactedError
 from asyncdist.store import TCPStore
 from asyncdist.store.watch import WatchEvent
-from asyncdist.testing.history import UNKNOWN, Operation
+from asyncdist.testing.linearizability import UNKNOWN, Operation
 
 SENTINEL = "sentinel"
 

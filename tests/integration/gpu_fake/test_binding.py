@@ -12,7 +12,7 @@ from waiting import eventually
 
 import asyncdist as dist
 from asyncdist.cuda.provider import chosen_device
-from asyncdist.testing.fake_provider import fake_cuda
+from asyncdist.testing.fake_cuda import fake_cuda
 
 
 class Named:

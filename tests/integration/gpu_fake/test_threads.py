@@ -9,7 +9,7 @@ import pytest
 
 import asyncdist as dist
 from asyncdist import blocking
-from asyncdist.testing.fake_provider import FakeCuda, fake_cuda
+from asyncdist.testing.fake_cuda import FakeCuda, fake_cuda
 
 LONG_S = 0.05
 

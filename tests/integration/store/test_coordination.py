@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from store_coordination_checks import COORDINATION_CHECKS, StoreCheck
 
 from asyncdist.store import FileStore, HashStore, PrefixStore, Store, TCPStore
-from asyncdist.testing.store_coordination_checks import COORDINATION_CHECKS, StoreCheck
 from asyncdist_server.serving.threaded import ThreadedServer
 
 every_check = pytest.mark.parametrize("check", COORDINATION_CHECKS, ids=lambda check: check.__name__)

@@ -227,7 +227,7 @@ import numpy as np
 warnings.simplefilter("ignore")
 from asyncdist.cuda.kernels import OPTIONS, reduce_source, scale_source
 from asyncdist.arrays.reduce_op import ReduceOp
-from asyncdist.testing.cuda_check_tools import every_dtype
+from cuda_check_tools import every_dtype
 
 try:
     from cupy_backends.cuda.libs import nvrtc

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cuda_check_tools import equal, every_dtype, operands
 
 from asyncdist.arrays.reduce_op import PremulSum, ReduceOp
 from asyncdist.collectives.executor.reduction import finish, kernel, prepare, validate
 from asyncdist.cuda.kernels import reduce_source, scale_source
-from asyncdist.testing.cuda_check_tools import equal, every_dtype, operands
 
 COUNT = 5003
 SOURCES = 3

@@ -14,7 +14,7 @@ from waiting import eventually
 from asyncdist.errors import DistBackendError
 from asyncdist.gpu import cuda_events
 from asyncdist.gpu.cuda_events import Completions
-from asyncdist.testing.fake_provider import fake_cuda
+from asyncdist.testing.fake_cuda import fake_cuda
 
 PATIENCE_S = 60.0
 

@@ -14,8 +14,7 @@ import pytest
 
 from asyncdist import blocking
 from asyncdist.gpu.threads import Helpers, in_thread, made_in_thread, stay_on
-from asyncdist.testing.fake_cuda import FakeRuntime
-from asyncdist.testing.fake_provider import fake_cuda
+from asyncdist.testing.fake_cuda import FakeRuntime, fake_cuda
 from asyncdist.threads.thread import acquire, release
 
 PATIENCE_S = 60.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncdist.testing import STORE_CHECKS
-from asyncdist.testing.checks import checks_of, expect_refused
+from asyncdist.testing.conformance_tools import checks_of, expect_refused
 
 
 def public_one() -> None:

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cuda_conformance import CUDA_CHECKS, CudaCheck
+from nccl_conformance import NCCL_CHECKS, NcclCheck
 
 from asyncdist.arrays.reduce_op import ReduceOp
 from asyncdist.errors import DistBackendError
 from asyncdist.testing import fake_cuda
-from asyncdist.testing.cuda_conformance import CUDA_CHECKS, CudaCheck
 from asyncdist.testing.fake_queues import Mode
-from asyncdist.testing.nccl_conformance import NCCL_CHECKS, NcclCheck
 
 FLOAT = np.dtype(np.float32)
 

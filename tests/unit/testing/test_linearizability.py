@@ -11,8 +11,16 @@ from typing import Any
 import pytest
 from history_kit import op
 
-from asyncdist.testing.history import REFUSED, UNKNOWN, History, Operation
-from asyncdist.testing.linearizability import IMPOSSIBLE, QUICK_STEPS, Model, check_history
+from asyncdist.testing.linearizability import (
+    IMPOSSIBLE,
+    QUICK_STEPS,
+    REFUSED,
+    UNKNOWN,
+    History,
+    Model,
+    Operation,
+    check_history,
+)
 from asyncdist.testing.store_models import LockModel, LogModel, QueueModel, RegisterModel
 
 

@@ -11,8 +11,7 @@ from history_kit import op
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncdist.testing.history import UNKNOWN, Operation
-from asyncdist.testing.linearizability import IMPOSSIBLE, Model, check_history
+from asyncdist.testing.linearizability import IMPOSSIBLE, UNKNOWN, Model, Operation, check_history
 from asyncdist.testing.store_models import QueueModel, RegisterModel
 
 REGISTER_CALLS = (

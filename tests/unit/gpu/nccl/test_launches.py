@@ -18,7 +18,7 @@ from asyncdist import HashStore, ReduceOp
 from asyncdist.errors import DistBackendError, DistError
 from asyncdist.gpu.cuda_events import EventSpinner
 from asyncdist.gpu.nccl import channel as nccl_channel
-from asyncdist.testing.fake_provider import FakeCuda, fake_cuda
+from asyncdist.testing.fake_cuda import FakeCuda, fake_cuda
 from asyncdist.transport.spin import Spinner
 
 PATIENCE_S = 60.0

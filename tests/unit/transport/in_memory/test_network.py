@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from asyncdist.testing.conformance_tools import OpenMeshes
 from asyncdist.testing.loop import VirtualTimeLoop
-from asyncdist.testing.transport_check_tools import OpenMeshes
 from asyncdist.testing.transport_conformance import MESH_CHECKS, MeshCheck
 from asyncdist.transport.base_mesh import MeshOwner
 from asyncdist.transport.in_memory.mesh import MemoryMesh

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
 import numpy as np
+from cuda_check_tools import download, every_dtype, on_ranks, operands, reduced, same, upload
 
 from asyncdist.arrays.reduce_op import ReduceOp
 from asyncdist.cuda.interface import Runtime, Stream
 from asyncdist.cuda.nccl_interface import Communicator, Nccl
 from asyncdist.errors import DistBackendError
-from asyncdist.testing.checks import checks_of, expect_refused
-from asyncdist.testing.cuda_check_tools import download, every_dtype, on_ranks, operands, reduced, same, upload
+from asyncdist.testing.conformance_tools import checks_of, expect_refused
 
 __all__ = ["NCCL_CHECKS", "NcclCheck"]
 

@@ -1,6 +1,6 @@
 """What every `Runtime` must do, as checks that run on the fake one in CI and on cupy's where there is a device.
 
-    from asyncdist.testing.cuda_conformance import CUDA_CHECKS
+    from cuda_conformance import CUDA_CHECKS
 
     @pytest.mark.parametrize("check", CUDA_CHECKS, ids=lambda check: check.__name__)
     def test_my_runtime(check):
@@ -16,14 +16,14 @@ from collections.abc import Callable
 from typing import Final, TypeAlias
 
 import numpy as np
+from cuda_check_tools import download, equal, every_dtype, operands, reduced, upload
 
 from asyncdist.arrays.host import Array
 from asyncdist.arrays.reduce_op import PremulSum, ReduceOp, ReduceOpLike
 from asyncdist.collectives.executor.reduction import prepare, validate
 from asyncdist.cuda.interface import MAX_SOURCES, Runtime
 from asyncdist.errors import DistBackendError
-from asyncdist.testing.checks import checks_of, expect_refused
-from asyncdist.testing.cuda_check_tools import download, equal, every_dtype, operands, reduced, upload
+from asyncdist.testing.conformance_tools import checks_of, expect_refused
 
 __all__ = ["CUDA_CHECKS", "CudaCheck"]
 

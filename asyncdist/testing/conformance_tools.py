@@ -1,18 +1,60 @@
-"""What the checks of a mesh use: an owner that remembers, operations as futures, and a world that closes itself."""
+"""What the conformance checks of stores and meshes are written in."""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Sequence
-from contextlib import asynccontextmanager
-from typing import Any, Final, TypeAlias
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, Final, TypeAlias, TypeVar
 
 from asyncdist.errors import PeerLostError
+from asyncdist.store.base import Store
 from asyncdist.transport.base_mesh import BaseMesh, MeshOwner
 from asyncdist.transport.protocol.frame import pack_key
 from asyncdist.transport.protocol.matching import Receive, SendOp
 
-__all__ = ["GROUP", "MeshCheck", "OpenMeshes", "Operation", "Rank", "eventually", "open_world", "pattern"]
+__all__ = [
+    "GROUP",
+    "LONG_S",
+    "SHORT_S",
+    "MeshCheck",
+    "OpenMeshes",
+    "OpenStore",
+    "Operation",
+    "Rank",
+    "StoreCheck",
+    "checks_of",
+    "clients",
+    "eventually",
+    "expect",
+    "expect_pending",
+    "expect_raises",
+    "expect_refused",
+    "open_world",
+    "pattern",
+    "task",
+]
+
+
+OpenStore: TypeAlias = Callable[[], Awaitable[Store]]
+"""Opens one more client of the store under check."""
+
+StoreCheck: TypeAlias = Callable[[OpenStore], Awaitable[None]]
+
+
+OpenMeshes: TypeAlias = Callable[[Sequence[MeshOwner]], Awaitable[Sequence[BaseMesh]]]
+"""Open one mesh per owner, ranks 0, 1, ... of a new world, all listening and able to find each other."""
+
+MeshCheck: TypeAlias = Callable[[OpenMeshes], Coroutine[Any, Any, None]]
+
+SHORT_S: Final = 0.05
+"""A time-out that is meant to expire."""
+
+LONG_S: Final = 20.0
+"""A time-out that only a store that hangs reaches."""
+
 
 PATIENCE_S: Final = 30.0
 """Far more than any check takes; one that waits this long has failed."""
@@ -22,11 +64,71 @@ CLOSE_TIMEOUT_S: Final = 10.0
 GROUP: Final = 11
 """The group whose messages the checks send."""
 
+T = TypeVar("T")
 
-OpenMeshes: TypeAlias = Callable[[Sequence[MeshOwner]], Awaitable[Sequence[BaseMesh]]]
-"""Open one mesh per owner, ranks 0, 1, ... of a new world, all listening and able to find each other."""
+E = TypeVar("E", bound=BaseException)
 
-MeshCheck: TypeAlias = Callable[[OpenMeshes], Coroutine[Any, Any, None]]
+
+def checks_of(module: str) -> tuple[Any, ...]:
+    """Every public function that `module` itself defines, in the order of its lines; to be called at its end."""
+    functions = filter(inspect.isfunction, vars(sys.modules[module]).values())
+    return tuple(f for f in functions if f.__module__ == module and not f.__name__.startswith("_"))
+
+
+def expect_refused(kind: type[Exception], *calls: Callable[[], object]) -> None:
+    """Raise AssertionError unless each of `calls` raises `kind` at the call."""
+    for call in calls:
+        try:
+            call()
+        except kind:
+            continue
+        raise AssertionError(f"expected a {kind.__name__} at the call")
+
+
+@asynccontextmanager
+async def clients(open_store: OpenStore, count: int) -> AsyncIterator[list[Store]]:
+    """Open `count` clients of one store and close them at the end; nothing may take longer than `LONG_S`."""
+    async with AsyncExitStack() as stack, asyncio.timeout(LONG_S):
+        yield [await stack.enter_async_context(await open_store()) for _ in range(count)]
+
+
+def expect(actual: object, expected: object) -> None:
+    """Raise AssertionError unless both are equal and of one type."""
+    if type(actual) is not type(expected) or actual != expected:
+        raise AssertionError(f"expected {expected!r}, got {actual!r}")
+
+
+async def expect_none(awaitable: Awaitable[object]) -> None:
+    """Raise AssertionError unless `awaitable` gives None."""
+    expect(await awaitable, None)
+
+
+async def expect_raises(kind: type[E], call: Callable[[], Awaitable[Any]]) -> E:
+    """Return the exception of type `kind` that `call()`, or awaiting what it returns, raises."""
+    try:
+        result = await call()
+    except kind as error:
+        return error
+    raise AssertionError(f"expected {kind.__name__}, got the result {result!r}")
+
+
+def task(awaitable: Awaitable[T]) -> asyncio.Future[T]:
+    """Start waiting for `awaitable` without waiting here."""
+    return asyncio.ensure_future(awaitable)
+
+
+async def expect_pending(future: asyncio.Future[Any], store: Store) -> None:
+    """Raise AssertionError if `future` is done although all that `store` was asked has had time to be answered.
+
+    Two round trips: the first makes sure that a request issued before it was seen, the second that an answer would have
+    come back.
+    """
+    for _ in range(2):
+        await asyncio.sleep(0)
+        await store.check([])
+        await store.num_keys()
+    if future.done():
+        raise AssertionError(f"expected to be waiting, got {future!r}")
 
 
 def pattern(nbytes: int, salt: int = 0) -> bytes:

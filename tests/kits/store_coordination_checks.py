@@ -14,15 +14,16 @@ from asyncdist.errors import (
     WatchCompactedError,
 )
 from asyncdist.store.watch import Watch
-from asyncdist.testing.checks import checks_of, expect_refused
-from asyncdist.testing.store_check_tools import (
+from asyncdist.testing.conformance_tools import (
     SHORT_S,
     OpenStore,
     StoreCheck,
+    checks_of,
     clients,
     expect,
     expect_pending,
     expect_raises,
+    expect_refused,
     task,
 )
 
