@@ -311,7 +311,7 @@ def _words(numbers: Sequence[int]) -> tuple[np.uint64, ...]:
 
 @lru_cache(maxsize=64)
 def _others_stream(handle: int, device: int) -> _Stream:
-    """One that is not ours knows no more than these, so it does not matter whose it is by now."""
+    """Another library's stream. It may be cached: it holds only these two numbers, whatever owns them by now."""
     return _Stream(handle, device)
 
 

@@ -6,8 +6,8 @@ of `tests/kits/cuda_conformance.py`. NCCL's part is in `nccl_interface`. Common 
 - A pointer is an `int`. Device memory, pinned and ordinary host memory share one address space.
 - Work is queued on a stream and runs in its order; what a method queues has not happened when it returns.
 - The CUDA runtime keeps a current device per thread. A method that needs one sets it and puts the thread's own back, so
-  that any thread may call anything and nobody's current device changes; only `set_device` changes it for good.
-- Whoever queues work keeps the memory alive until an event recorded after it is done.
+  that any thread may call anything and no current device changes; only `set_device` changes it for good.
+- The caller that queues work keeps the memory alive until an event recorded after it is done.
 - Every failure of the library is `DistBackendError` with the library's own words. Some are asynchronous: an earlier
   kernel's failure is raised by whichever call comes next on that device.
 """
@@ -153,7 +153,7 @@ class Runtime(ABC):
 
     @abstractmethod
     def external_stream(self, handle: int, device: int) -> Stream:
-        """Somebody else's stream, e.g. `torch.cuda.Stream.cuda_stream`; `close` leaves it as it is."""
+        """A stream of another library, e.g. `torch.cuda.Stream.cuda_stream`; `close` leaves it as it is."""
 
     @abstractmethod
     def new_event(self, device: int) -> Event:

@@ -48,7 +48,7 @@ class Communicator(ABC):
     """One rank of one communicator, on one device.
 
     Counts are elements of `dtype`. Operations are queued on `stream` and must be issued in the same order by all ranks;
-    otherwise everybody waits forever, which is NCCL's way and not noticed here. Data movement (`broadcast`,
+    otherwise all ranks wait forever, which is NCCL's way and not noticed here. Data movement (`broadcast`,
     `all_gather`, `send`, `recv`) takes any dtype; reductions those that `Nccl.refusal` has nothing against. After
     `abort` or `destroy` every operation raises DistBackendError.
     """

@@ -30,9 +30,9 @@ from asyncdist.errors import DistBackendError, DistError, PeerLostError, RemoteP
 from asyncdist.gpu.cuda_events import Completions, EventSpinner
 from asyncdist.gpu.host_exchange import HostExchange
 from asyncdist.gpu.ipc.path import CudaIpcPath
+from asyncdist.gpu.mismatch_probe import MismatchProbe
 from asyncdist.gpu.nccl.path import NcclPath
 from asyncdist.gpu.path import DevicePath, Member, OnEnd, Surroundings, have_own_devices
-from asyncdist.gpu.questions import Questions
 from asyncdist.gpu.staged.path import StagedPath
 from asyncdist.gpu.streams import EventPool, Tail, devices_of_call, ready_for
 from asyncdist.gpu.threads import stay_on
@@ -94,12 +94,12 @@ class DeviceSettings:
     tuning: Tuning
     host: str
     backend: Backend | None
-    """`nccl`, or `aio`: through the host. None where nobody has said: the best, whatever is installed here."""
+    """`nccl`, or `aio`: through the host. None where nothing was said: the best that is installed here."""
     path: str
     """The path asked for by ASYNCDIST_CUDA_PATH; empty for the best."""
     timeout_s: float | None
     spin_us: float
-    """How long whoever awaits an operation looks at the GPU before it goes to sleep, in microseconds; 0: not at all."""
+    """How long a task that awaits an operation looks at the GPU before it sleeps, in microseconds; 0: not at all."""
 
 
 class DeviceBackend(GroupBackend):
@@ -141,12 +141,12 @@ class DeviceBackend(GroupBackend):
         self._idle: list[Callable[[], object]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._moved_s = 0.0  # when an operation ended last
-        self._questions = Questions(ranks, rank, self.waiting_for, owner.ask)
+        self._probe = MismatchProbe(ranks, rank, self.waiting_for, owner.ask)
         self._carried: set[tuple[object, ...]] = set()
         """Kinds of calls that the path, once it is known, does not refuse."""
         self._bound = False
         self._failure: DistError | None = None
-        """Why there is no path, where nobody has been told."""
+        """Why there is no path, until an operation reports it."""
 
     def describe(self) -> str:
         """` path nccl`, for the group's repr; empty until it is known."""
@@ -339,18 +339,18 @@ class DeviceBackend(GroupBackend):
         if failure:
             _, _, work, _ = next(iter(self._under_way.values()))
             self._ended(work, DistBackendError(failure))
-        self._questions.look(self._loop.time(), [(key, entry[0]) for key, entry in self._under_way.items()])
+        self._probe.look(self._loop.time(), [(key, entry[0]) for key, entry in self._under_way.items()])
         if self._path is not None and not self._path.hears_who_leaves:
             self._look_who_left()
         self._watch()
 
     def _look_who_left(self) -> None:
-        """End the oldest operation if it waits for nobody but a rank that has left."""
+        """End the oldest operation if it waits only for a rank that has left."""
         oldest = next(iter(self._under_way.values()), None)
         if oldest is None:
             return
         started_s, _, work, call = oldest
-        rank = self._questions.waits_in_vain(self._loop.time(), max(started_s, self._moved_s))
+        rank = self._probe.waits_in_vain(self._loop.time(), max(started_s, self._moved_s))
         if rank is not None and all(event.done() for event in call.ready):  # else it is the caller's kernels
             text = f"rank {rank} has left the world (it closed its group and said goodbye)"
             self._ended(work, PeerLostError(text, rank, left=True))

@@ -29,7 +29,7 @@ from asyncdist.cuda.interface import Event
 from asyncdist.gpu.threads import close_all
 from asyncdist.transport.spin import Spinner
 
-__all__ = ["LONGER_POLL_S", "POLL_S", "Completions", "Entry", "EventSpinner", "Line"]
+__all__ = ["LONGER_POLL_S", "POLL_S", "Completions", "Entry", "EventSpinner", "StreamQueue"]
 
 POLL_S: Final = 100e-6
 """How long the loop looks at every turn before a thread waits: about twice what waking it from that thread costs."""
@@ -61,7 +61,7 @@ class _Told:
         self.callback(error)
 
 
-class Line:
+class StreamQueue:
     """The entries of one stream (or of several that are used together), oldest first; they end in that order.
 
     `ended(entry, None)` is called on the loop once all events of an entry are done, or `ended(entry, error)` if asking
@@ -82,58 +82,58 @@ class Line:
 
 
 class Completions:
-    """Of one event loop and one GPU. All methods are called on the loop's thread."""
+    """The queues of one event loop and one GPU. All methods are called on the loop's thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, set_device: Callable[[int], object]) -> None:
-        """`set_device` is the runtime's: a waiting thread's device is the first otherwise, whoever's that is."""
+        """`set_device` is the runtime's: without it a waiting thread's device is the first, perhaps another rank's."""
         self._loop = loop
         self._set_device = set_device
-        self._lines: dict[object, Line] = {}
+        self._queues: dict[object, StreamQueue] = {}
         self._looking = False
-        self._polled: set[Line] = set()
+        self._polled: set[StreamQueue] = set()
 
-    def line(self, name: object, ended: Callable[[Any, BaseException | None], object]) -> Line:
-        """Make a line, for `watch` and, by its name, for `drop`."""
-        line = self._lines[name] = Line(ended)
-        return line
+    def queue(self, name: object, ended: Callable[[Any, BaseException | None], object]) -> StreamQueue:
+        """Make a queue, for `watch` and, by its name, for `drop`."""
+        queue = self._queues[name] = StreamQueue(ended)
+        return queue
 
     def add(self, name: object, events: Sequence[Event], callback: Callback, keep_alive: object = None) -> None:
-        """Add an entry to the line of that name, made if there is none, with a callback of its own.
+        """Add an entry to the queue of that name, made if there is none, with a callback of its own.
 
         `keep_alive` is referenced until it is called.
         """
-        self.watch(self._lines.get(name) or self.line(name, _Told.tell), _Told(events, callback, keep_alive))
+        self.watch(self._queues.get(name) or self.queue(name, _Told.tell), _Told(events, callback, keep_alive))
 
-    def watch(self, line: Line, entry: Entry) -> None:
-        """Add an entry to a line."""
-        entries = line.entries
+    def watch(self, queue: StreamQueue, entry: Entry) -> None:
+        """Add an entry to a queue."""
+        entries = queue.entries
         entries.append(entry)
-        if line.waiting:
-            assert line.waiter is not None
-            line.waiter.add(entry)
+        if queue.waiting:
+            assert queue.waiter is not None
+            queue.waiter.add(entry)
         elif len(entries) == 1:
-            line.looked_since_s = time.perf_counter()
-            self._polled.add(line)
+            queue.looked_since_s = time.perf_counter()
+            self._polled.add(queue)
             if not self._looking:
                 self._looking = True
                 self._loop.call_soon(self._look)
 
     def close(self) -> None:
-        """Forget all lines."""
-        for line in list(self._lines):
-            self.drop(line)
+        """Forget all queues."""
+        for queue in list(self._queues):
+            self.drop(queue)
 
     @property
     def pending(self) -> int:
         """Entries that have not ended."""
-        return sum(len(line.entries) for line in self._lines.values())
+        return sum(len(queue.entries) for queue in self._queues.values())
 
     def drop(self, name: object) -> None:
-        """Forget a line, telling nobody, and let its thread end.
+        """Forget a queue without calling back, and let its thread end.
 
         What its entries keep alive is kept until they are done, and their events are closed then.
         """
-        found = self._lines.pop(name, None)
+        found = self._queues.pop(name, None)
         if found is None:
             return
         self._polled.discard(found)
@@ -148,27 +148,27 @@ class Completions:
     # Looking from the loop.
 
     def look(self) -> None:
-        """Look once at all that a thread does not wait for; calls back whoever's has ended."""
-        for line in tuple(self._polled):
-            entries = line.entries
+        """Look once at all that a thread does not wait for; calls back for what has ended."""
+        for queue in tuple(self._polled):
+            entries = queue.entries
             ended = False
-            while entries and not line.waiting:
+            while entries and not queue.waiting:
                 try:
                     if not _is_done(entries[0]):
                         break
                 except Exception as error:
-                    line.ended(entries.popleft(), error)
+                    queue.ended(entries.popleft(), error)
                 else:
-                    line.ended(entries.popleft(), None)
+                    queue.ended(entries.popleft(), None)
                 ended = True
             if not entries:  # or a callback has dropped it
-                self._polled.discard(line)
+                self._polled.discard(queue)
             else:
                 now_s = time.perf_counter()
                 if ended:
-                    line.looked_since_s = now_s
-                elif now_s - line.looked_since_s > line.poll_s:
-                    self._wait_for(line)
+                    queue.looked_since_s = now_s
+                elif now_s - queue.looked_since_s > queue.poll_s:
+                    self._wait_for(queue)
 
     def _look(self) -> None:
         self.look()
@@ -179,28 +179,28 @@ class Completions:
 
     # Waiting in a thread.
 
-    def _wait_for(self, line: Line) -> None:
-        line.poll_s = POLL_S
-        self._polled.discard(line)
-        line.waiting = True
-        if line.waiter is None:
-            own = partial(self._set_device, line.entries[0].events[0].device)
-            line.waiter = _Waiter(self._loop, own, partial(self._waited, line))
-        for entry in line.entries:
-            line.waiter.add(entry)
+    def _wait_for(self, queue: StreamQueue) -> None:
+        queue.poll_s = POLL_S
+        self._polled.discard(queue)
+        queue.waiting = True
+        if queue.waiter is None:
+            own = partial(self._set_device, queue.entries[0].events[0].device)
+            queue.waiter = _Waiter(self._loop, own, partial(self._waited, queue))
+        for entry in queue.entries:
+            queue.waiter.add(entry)
 
     @staticmethod
-    def _waited(line: Line, ended: Sequence[tuple[Entry, BaseException | None]]) -> None:
+    def _waited(queue: StreamQueue, ended: Sequence[tuple[Entry, BaseException | None]]) -> None:
         """On the loop: these have ended, in order."""
-        if time.perf_counter() - line.looked_since_s < LONGER_POLL_S:
-            line.poll_s = LONGER_POLL_S
+        if time.perf_counter() - queue.looked_since_s < LONGER_POLL_S:
+            queue.poll_s = LONGER_POLL_S
         for entry, error in ended:
-            if not line.entries:
+            if not queue.entries:
                 return  # it was dropped, by a callback perhaps
-            line.entries.popleft()
-            line.ended(entry, error)
-        if not line.entries:
-            line.waiting = False  # the next operation may be a short one
+            queue.entries.popleft()
+            queue.ended(entry, error)
+        if not queue.entries:
+            queue.waiting = False  # the next operation may be a short one
 
 
 class _Waiter:
@@ -245,7 +245,7 @@ class _Waiter:
             ended = [self._wait_for(self._entries.popleft())]
             while self._entries and _has_ended(self._entries[0]):
                 ended.append(self._wait_for(self._entries.popleft()))
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._ended, ended)
             del ended  # what they keep alive must not live until the next ones come
         self._entries.clear()

@@ -1,7 +1,7 @@
 """HostExchange: small messages among the ranks of a group, beside its operations: what GPU paths agree about.
 
-They travel as collectives of a group that nobody sees, with an id derived from the visible one's, over the same
-authenticated connections.
+The messages are collectives of a hidden group, whose id is derived from the visible one's, over the same authenticated
+connections.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class HostExchange:
         self._terms = Terms(rank, ranks, False, MAX_MESSAGE_BYTES, total)
 
     def host_backend(self, name: str) -> AioBackend:
-        """Host collectives that meet nobody else's: a backend of its own for each `name`, the same on all ranks."""
+        """Host collectives of their own: a backend for each `name`, the same on all ranks."""
         backend = self._backends.get(name)
         if backend is None:
             group_id = derive_group_id(self._group_id, "device", name)
@@ -63,7 +63,7 @@ class HostExchange:
         return backend
 
     async def all_gather(self, name: str, tag: int, number: int, message: bytes) -> list[bytes]:
-        """Everybody's `message` (at most MAX_MESSAGE_BYTES), in rank order. Cancelling forgets the exchange here.
+        """Every rank's `message` (at most MAX_MESSAGE_BYTES), in rank order. Cancelling forgets the exchange here.
 
         Raises PeerLostError when a rank is gone, CollectiveMismatchError where ranks exchange something else, or more.
         """
@@ -83,7 +83,7 @@ class HostExchange:
         return () if backend is None else backend.waiting_for(tag, number)
 
     def abort(self, error: BaseException) -> None:
-        """Forget everything under way: who waits here must be cancelled."""
+        """Forget everything under way; the caller cancels the tasks that wait here."""
         for backend in self._backends.values():
             backend.abort(error)
 

@@ -72,7 +72,7 @@ def messages_id(group_id: int) -> int:
 def answer_message(mesh: BaseMesh, group_id: int, source: int, number: int, answer: bytes) -> None:
     """Answer message `number` of global rank `source`."""
     key = pack_key(messages_id(group_id), 0, number, 0, _CHANNEL)
-    with contextlib.suppress(DistError):  # it is gone, and who waits for it hears of that
+    with contextlib.suppress(DistError):  # the rank is gone, and its waiters hear of that
         mesh.post_send(source, SendOp(key, memoryview(answer), b"", _Unasked(), None))
 
 
@@ -291,7 +291,7 @@ class DeviceRecvWork(RecvWork):
 
 
 def _fail(work: DeviceSendWork | DeviceRecvWork, error: BaseException) -> None:
-    """End a message whose data was under way. What comes from the other end, that knows."""
+    """End a message whose data was under way. The other end knows, if the end came from there."""
     if isinstance(error, DistError) and not isinstance(error, DistBackendError):
         work.message_failed(None, error)
     else:
@@ -311,7 +311,7 @@ def _break_pair(work: DeviceSendWork | DeviceRecvWork, error: DistError) -> None
 
 
 class _Unasked:
-    """Nobody waits for an answer to have left."""
+    """The sink of answers: nothing waits for an answer to have left."""
 
     def message_sent(self, token: Any) -> None:
         """It has left."""
@@ -320,7 +320,7 @@ class _Unasked:
         """Never: it is a send."""
 
     def message_failed(self, token: Any, error: BaseException) -> None:
-        """The rank is gone; who waits for it hears of that."""
+        """The rank is gone; its waiters hear of that."""
 
     def allocate(self, token: Any, source: int, nbytes: int, meta: bytes) -> memoryview:
         """Never: it is a send."""

@@ -22,7 +22,7 @@ from asyncdist.collectives.arguments.call import NO_BLOCKS, Call
 from asyncdist.collectives.backend import CollectiveWork
 from asyncdist.concurrency.tasks import start_task
 from asyncdist.errors import CollectiveMismatchError, DistBackendError, DistError
-from asyncdist.gpu.ipc.messages import IpcLine
+from asyncdist.gpu.ipc.messages import IpcMessages
 from asyncdist.gpu.messages import (
     IPC,
     NCCL,
@@ -68,8 +68,8 @@ class DevicePairs:
         self._id = messages_id(around.group_id)
         self._numbers: dict[int, int] = {}
         self._shares_memory = path in ("", "ipc")
-        self._lines: dict[tuple[int, bool], _Line] = {}
-        self._shared: dict[tuple[int, bool], IpcLine] = {}
+        self._nccl_messages: dict[tuple[int, bool], _NcclMessages] = {}
+        self._shared: dict[tuple[int, bool], IpcMessages] = {}
         self._numbers_here: dict[AnyWork, int] = {}
         self._helpers = Helpers(around.loop, (around.runtime, around.device))
         self._staged = StagedMessages(around, self._id, self._helpers)
@@ -129,14 +129,15 @@ class DevicePairs:
         device_id = self.runtime.device_id(work.array.device)
         apart = (announcement.host, announcement.device_id) != (self._host, device_id)
         if self._nccl is not None and announcement.nccl and apart and announcement.nbytes:
-            line = self._lines.get((source, False))
-            if line is None:
-                line = self._lines[source, False] = _Line(self, source, work.array.device, announcement.device_id)
-            if line.fits(work.array.device, announcement.device_id):
-                line.receive(work, announcement)
+            messages = self._nccl_messages.get((source, False))
+            if messages is None:
+                messages = _NcclMessages(self, source, work.array.device, announcement.device_id)
+                self._nccl_messages[source, False] = messages
+            if messages.fits(work.array.device, announcement.device_id):
+                messages.receive(work, announcement)
                 return
         if self._shares_memory and not apart and announcement.nbytes and source != self._around.mesh.rank:
-            shared = self._shared_line(source, sending=False)
+            shared = self._ipc_messages(source, sending=False)
             if not shared.broken:
                 self._numbers_here[work] = announcement.number
                 self._answer(source, announcement.number, IPC)
@@ -145,14 +146,14 @@ class DevicePairs:
         self._answer(source, announcement.number, STAGED)
         self._staged.receive(work, announcement.number, announcement.nbytes, source)
 
-    def _shared_line(self, peer: int, *, sending: bool) -> IpcLine:
-        line = self._shared.get((peer, sending))
-        if line is None:
+    def _ipc_messages(self, peer: int, *, sending: bool) -> IpcMessages:
+        messages = self._shared.get((peer, sending))
+        if messages is None:
             ends = (self._around.mesh.rank, peer)
             sender, receiver = ends if sending else ends[::-1]
-            line = IpcLine(self._around, sender, receiver, self._helpers, self._stage)
-            self._shared[peer, sending] = line
-        return line
+            messages = IpcMessages(self._around, sender, receiver, self._helpers, self._stage)
+            self._shared[peer, sending] = messages
+        return messages
 
     def _stage(self, work: AnyWork) -> None:
         """Move a message through the host that was to go through device memory."""
@@ -174,12 +175,12 @@ class DevicePairs:
         if how == STAGED:
             self._staged.send(work)
         elif how == IPC and self._shares_memory:
-            self._shared_line(work.peer, sending=True).add(work, work.array.flat())
+            self._ipc_messages(work.peer, sending=True).add(work, work.array.flat())
         elif how == NCCL and self._nccl is not None:
-            line = self._lines.get((work.peer, True))
-            if line is None:
-                line = self._lines[work.peer, True] = _Line(self, work.peer, work.array.device, "")
-            line.send(work, answer[1:])
+            messages = self._nccl_messages.get((work.peer, True))
+            if messages is None:
+                messages = self._nccl_messages[work.peer, True] = _NcclMessages(self, work.peer, work.array.device, "")
+            messages.send(work, answer[1:])
         elif how == UNWANTED:
             work.complete(not_received(work.peer))
         else:
@@ -206,8 +207,8 @@ class DevicePairs:
 
     def _look(self) -> None:
         self._timer = None
-        for (peer, _), line in list(self._lines.items()):
-            why = line.failure()
+        for (peer, _), messages in list(self._nccl_messages.items()):
+            why = messages.failure()
             if why:
                 error = DistBackendError(f"messages with rank {peer}: NCCL reports: {why}")
                 self.peer_lost(peer, error)
@@ -216,8 +217,8 @@ class DevicePairs:
 
     def peer_lost(self, rank: int, error: BaseException) -> None:
         """A rank is gone: nothing that it had under way with us will end by itself."""
-        for key in [key for key in self._lines if key[0] == rank]:
-            self._lines.pop(key).end(in_order=False)
+        for key in [key for key in self._nccl_messages if key[0] == rank]:
+            self._nccl_messages.pop(key).end(in_order=False)
         for (peer, _), shared in self._shared.items():
             if peer == rank:
                 shared.end(error)
@@ -233,9 +234,9 @@ class DevicePairs:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        lines, self._lines = self._lines, {}
-        for line in lines.values():
-            line.end(in_order=in_order)
+        given_up, self._nccl_messages = self._nccl_messages, {}
+        for messages in given_up.values():
+            messages.end(in_order=in_order)
         if not in_order:
             for shared in self._shared.values():
                 shared.end(DistBackendError("the group's messages were aborted"))
@@ -251,7 +252,7 @@ class DevicePairs:
             await self._helpers.wait(ENDING_S)
 
 
-class _Line:
+class _NcclMessages:
     """One direction of a pair through NCCL: its sender is rank 0 of the communicator, its receiver rank 1."""
 
     def __init__(self, pairs: DevicePairs, peer: int, device: int, peer_device: str) -> None:

@@ -68,7 +68,7 @@ class Surroundings:
     members: tuple[Member, ...]
     completions: Completions
     events: EventPool
-    """Events to be recorded. Those of `Call.ready` are the caller's, who gives them back once it has ended."""
+    """Events to be recorded. The caller gives those of `Call.ready` back once the call has ended."""
     exchange: HostExchange
     """Small messages among the group, and host collectives (`host_backend`) that no operation of the group meets."""
     timeout_s: float | None

@@ -54,7 +54,7 @@ class EventPool:
         return event
 
     def give(self, events: Iterable[Event]) -> None:
-        """Give back events that nobody will ask about, nor have a stream wait for."""
+        """Give back events that no stream waits for any more, and that will not be asked."""
         if self._closed:
             close_all(*events)
         else:
@@ -187,13 +187,13 @@ def tail_of(work: Work[Any]) -> Tail:
 
 
 def tell_queued(work: Work[Any], *events: Event) -> None:
-    """All of an operation is on the GPU's queues now, if anybody wants to know."""
+    """Tell the operation's `Tail`, if it has one, that all of the operation is on the GPU's queues now."""
     if isinstance(work.on_device, Tail):
         work.on_device.queued(events)
 
 
 def carried(value: Any) -> Any:
-    """`value`, or what stands for it in another thread; lists are looked into."""
+    """`value`, or its stand-in for another thread; GPU arrays in lists are replaced too."""
     if value is None or isinstance(value, int | str | np.ndarray):
         return value
     if type(value) in (list, tuple):

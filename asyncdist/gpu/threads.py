@@ -47,7 +47,7 @@ def in_thread(
     """Call `function(*arguments)` in a thread of its own; a future of its result. Cancelling that ends the waiting.
 
     `on` is the device to be current there: a fresh thread's is the first, where CUDA would open a context as well.
-    `keep_alive` is referenced until the call returns, whoever waits for it, and whatever becomes of the loop.
+    `keep_alive` is referenced until the call returns, whatever becomes of the future and of the loop.
     `discard(result)` is called there, if the future was cancelled or the loop closed before it had the result.
     """
     future: asyncio.Future[T] = loop.create_future()
@@ -69,7 +69,7 @@ def in_thread(
             result = function(*arguments)
         except BaseException as error:
             failure = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(settle, result, failure)
         if discard is not None and failure is None and not _is_taken(loop, answers):
             with contextlib.suppress(DistBackendError):
@@ -110,7 +110,7 @@ async def made_in_thread(
 
 
 def discard_made(future: asyncio.Future[T], on: tuple[Runtime, int], discard: Callable[[T], object]) -> None:
-    """Nobody wants any more what `in_thread(..., discard=discard)` makes, or has made."""
+    """Discard what `in_thread(..., discard=discard)` makes, or has made."""
     loop = future.get_loop()
     if future.done():
         if not future.cancelled() and future.exception() is None:
@@ -120,7 +120,7 @@ def discard_made(future: asyncio.Future[T], on: tuple[Runtime, int], discard: Ca
 
 
 def _is_over(future: asyncio.Future[Any]) -> None:
-    """Nobody is left who could do anything about its failure."""
+    """Read the failure, so that asyncio does not complain: there is nothing left to be done about it."""
     if not future.cancelled():
         future.exception()
 
@@ -134,11 +134,11 @@ class Helpers:
         self._futures: set[asyncio.Future[Any]] = set()
 
     def start(self, function: Callable[..., object], *arguments: Any, keep_alive: object = None) -> None:
-        """Call it in a thread. What it raises is not heard of: there is nobody left who could do anything about it."""
+        """Call `function` in a thread. What it raises is dropped, as there is nothing left to be done about it."""
         self.keep(in_thread(self._loop, function, *arguments, on=self._on, keep_alive=keep_alive))
 
     def keep(self, future: asyncio.Future[Any]) -> None:
-        """Wait for this, too; its failure is not heard of either."""
+        """Wait for this future as well; its failure is dropped too."""
         self._futures.add(future)
         future.add_done_callback(self._ended)
 

@@ -15,8 +15,8 @@ from asyncdist.world.world import World
 
 if TYPE_CHECKING:
     from asyncdist.gpu.backend import DeviceBackend
+    from asyncdist.gpu.mismatch_probe import HostWatch
     from asyncdist.gpu.pairs import DevicePairs
-    from asyncdist.gpu.questions import HostWatch
 
 __all__ = ["GroupBackends"]
 
@@ -74,7 +74,7 @@ class GroupBackends(GroupBackend):
         """The backend of GPU arrays. Raises TypeError where there is none."""
         if self.devices is None:
             from asyncdist.gpu.backend import PATHS, DeviceBackend, DeviceSettings  # for programs with GPUs only
-            from asyncdist.gpu.questions import HostWatch
+            from asyncdist.gpu.mismatch_probe import HostWatch
 
             found = provider.find()
             if found is None:

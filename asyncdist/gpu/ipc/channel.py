@@ -88,7 +88,7 @@ class IpcChannel:
         self._held: deque[tuple[Call, CollectiveWork, OnEnd, int]] = deque()
         self._operations: dict[int, IpcOperation] = {}
         self._last = -1  # the newest operation that has begun here
-        self._reading: dict[int, set[int]] = {}  # by operation, who has not said DONE, us among them
+        self._reading: dict[int, set[int]] = {}  # by operation, the ranks that have not said DONE, ours among them
         self._early: list[tuple[int, Record]] = []
         self._dropped: deque[int] = deque(maxlen=DROPS_KEPT)
         self._lost: dict[int, BaseException] = {}
@@ -149,7 +149,7 @@ class IpcChannel:
         self._signals.tell(members, record)
 
     def reading(self, sequence: int) -> set[int]:
-        """Who may still use our slots for an operation of before."""
+        """The ranks that may still use our slots for an earlier operation."""
         return self._reading.get(sequence, set())
 
     def is_to_write_before(self, sequence: int) -> bool:

@@ -1,7 +1,7 @@
-"""IpcLine: messages of GPU arrays from one rank to another on the same GPU, through device memory that both can read.
+"""IpcMessages: messages of GPU arrays between two ranks on one GPU, through device memory that both can read.
 
-A message is a broadcast among the two, in the order of the receiver's answers. Where one cannot open the other's memory
-they go through the host, from then on and those that wait already.
+A message is a broadcast among the two ranks, in the order of the receiver's answers. Where one rank cannot open the
+other's memory, messages go through the host: those that wait already, and all later ones.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from asyncdist.gpu.path import Surroundings
 from asyncdist.gpu.streams import tail_of
 from asyncdist.gpu.threads import Helpers
 
-__all__ = ["IpcLine"]
+__all__ = ["IpcMessages"]
 
 CLOSE_LIMIT_S: Final = 5.0
 """How long the sender waits for what its last messages' works have waited for already: that they are read."""
@@ -38,7 +38,7 @@ _TAG: Final = 0
 AnyWork = DeviceSendWork | DeviceRecvWork
 
 
-class IpcLine:
+class IpcMessages:
     """One direction of a pair. `otherwise(work)` moves a message in another way; both ends do for the same ones."""
 
     def __init__(

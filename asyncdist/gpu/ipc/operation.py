@@ -104,7 +104,7 @@ class IpcOperation:
         self._next = 0
         self._running: list[_Running] = []
         self._heard: dict[tuple[int, int, int], int] = {}  # bytes announced, by member, chunk, stage
-        self._unread: dict[int, set[int]] = {}  # by chunk, who is still to read our slot
+        self._unread: dict[int, set[int]] = {}  # by chunk, the ranks that are still to read our slot
         self._wrote: dict[int, int] = {}  # by slot, our last chunk there: others between write nothing, perhaps
         self._ready = tuple(call.ready)
         self._queued = False
@@ -294,7 +294,7 @@ class IpcOperation:
                 unread.discard(member)
 
     def waiting_for(self) -> set[int]:
-        """Members whose records the next stages wait for; failing those, whoever still reads a slot that is needed."""
+        """Members whose records the next stages wait for; failing those, ranks that still read a slot we need."""
         idle = [running for running in self._running if not running.busy]
         missing = {
             member

@@ -33,7 +33,7 @@ from asyncdist.plan.selection.selector import plan_id
 __all__ = ["CLOSE_LIMIT_S", "CudaIpcPath"]
 
 CLOSE_LIMIT_S: Final = 30.0
-"""How long a closing group waits for others to read what was written for them, as for sends that nobody receives."""
+"""How long a closing group waits for others to read what was written for them, as for sends without a receive."""
 
 FINGERPRINTS_KEPT: Final = 256
 """As many kinds of operations as the host backend keeps plans of."""
@@ -48,7 +48,7 @@ _PLAIN: Final = frozenset(np.dtype(code) for code in "?bBhHiIlLqQefdFD")
 """Those of them that numpy has itself: most arrays pass with one look-up."""
 
 ABORT_LIMIT_S: Final = 5.0
-"""How long an aborted one waits for its own work on the GPU, which waits for nobody but the caller's kernels."""
+"""How long an aborted group waits for its own work on the GPU, which waits only for the caller's kernels."""
 
 
 class _Tag:

@@ -1,4 +1,4 @@
-"""What each rank does in a collective whose ranks read each other's device memory: copies, reductions, and who waits.
+"""What each rank does in a collective whose ranks read each other's device memory: copies, reductions and waits.
 
 Every rank has a slot of device memory that all others can read. A collective is cut into chunks that fit a slot; a
 chunk is a few stages, each of which waits for what some ranks have told at the end of their stage before, moves data
@@ -9,9 +9,9 @@ between the caller's arrays and slots, and tells some ranks when that is complet
 | all_gather, gather, broadcast | own block into the slot; others' blocks out of theirs |
 | scatter, all_to_all | a part of the slot for every reader; own parts out of the others' slots |
 | reduce_scatter | as all_to_all, but what is read is reduced |
-| all_reduce, reduce, small: one shot | own vector into the slot; all vectors reduced by whoever wants the result |
+| all_reduce, reduce, small: one shot | own vector into the slot; all vectors reduced by ranks that want the result |
 | all_reduce, reduce, large: two shots | own vector into the slot; every rank reduces its slice of all, into where its |
-| | own would be in its slot, which nobody else reads; whoever wants the result collects the slices |
+| | own would be in its slot, which no other rank reads; ranks that want the result collect the slices |
 
 One-shot moves p times the vector per rank, two-shot three times, but waits once more. In both an element is reduced by
 one kernel over the ranks in order, so results are bit-identical everywhere. (DeepSpeed's and PyTorch's intra-node
@@ -26,7 +26,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from asyncdist.arrays.reduce_op import CustomOp, PremulSum, ReduceOp, ReduceOpLike
 from asyncdist.collectives.arguments.call import Call
-from asyncdist.gpu.runs import NOTHING, Run, input_blocks, output_blocks
+from asyncdist.gpu.extents import NOTHING, Extent, input_blocks, output_blocks
 
 __all__ = ["ALIGN_BYTES", "CALLERS", "PLANNED", "Chunk", "Combine", "Move", "Place", "Stage", "chunks", "is_small"]
 
@@ -164,17 +164,17 @@ def _own(pointer: int) -> Place:
     return Place(CALLERS, pointer)
 
 
-def _copy_own(source: Run, target: Run) -> tuple[Move, ...]:
+def _copy_own(source: Extent, target: Extent) -> tuple[Move, ...]:
     if not source.nbytes or source.pointer == target.pointer:
         return ()
     return (Move(_own(target.pointer), _own(source.pointer), source.nbytes),)
 
 
-def _count(runs: Sequence[Run], chunk_bytes: int) -> int:
+def _count(runs: Sequence[Extent], chunk_bytes: int) -> int:
     return max(-(-run.nbytes // chunk_bytes) for run in runs)
 
 
-def _shared(rank: int, source: Run, readers: Sequence[int], incoming: Sequence[Run], slot_bytes: int) -> Plan:
+def _shared(rank: int, source: Extent, readers: Sequence[int], incoming: Sequence[Extent], slot_bytes: int) -> Plan:
     """One block for all `readers`; `incoming` is where each rank's goes, if it has any for us."""
     others = tuple(reader for reader in readers if reader != rank)
     foreign = [NOTHING if other == rank else run for other, run in enumerate(incoming)]
@@ -193,13 +193,13 @@ def _shared(rank: int, source: Run, readers: Sequence[int], incoming: Sequence[R
 
 
 class Pairs(NamedTuple):
-    """Who gets something from us, be it nothing, and who gives something to us: they compare lengths."""
+    """The ranks that get a block from us, be it empty, and those that give us one: they compare lengths."""
 
     readers: Sequence[int]
     writers: Sequence[int]
 
 
-def _private(rank: int, outgoing: Sequence[Run], incoming: Sequence[Run], slot_bytes: int, pairs: Pairs) -> Plan:
+def _private(rank: int, outgoing: Sequence[Extent], incoming: Sequence[Extent], slot_bytes: int, pairs: Pairs) -> Plan:
     """A block for every rank, and one from every rank; any may be empty."""
     quota = _quota(slot_bytes, len(outgoing))
     own = _copy_own(outgoing[rank], incoming[rank])
@@ -217,7 +217,7 @@ def _private(rank: int, outgoing: Sequence[Run], incoming: Sequence[Run], slot_b
             Move(_own(part.pointer), Place(other, rank * quota), part.nbytes) for other, part in places.items()
         )
         tell, wait = tuple(parts), tuple(places)
-        if not index:  # whoever takes us for another length is to hear of it
+        if not index:  # a rank that expects another length is to hear of it
             tell = tuple(other for other in pairs.readers if other != rank)
             wait = tuple(other for other in pairs.writers if other != rank)
         rest = tuple(max(0, run.nbytes - start) for run in sent)
@@ -226,7 +226,7 @@ def _private(rank: int, outgoing: Sequence[Run], incoming: Sequence[Run], slot_b
         yield _chunk(*stages, writes=bool(parts))
 
 
-def _reduce_blocks(rank: int, blocks: Sequence[Run], target: Run, op: ReduceOpLike, slot_bytes: int) -> Plan:
+def _reduce_blocks(rank: int, blocks: Sequence[Extent], target: Extent, op: ReduceOpLike, slot_bytes: int) -> Plan:
     """Every rank's block of ours, reduced."""
     size = len(blocks)
     quota = _quota(slot_bytes, size)
@@ -248,7 +248,13 @@ def _reduce_blocks(rank: int, blocks: Sequence[Run], target: Run, op: ReduceOpLi
 
 
 def _one_shot(
-    rank: int, size: int, source: Run, target: Run, readers: Sequence[int], op: ReduceOpLike, slot_bytes: int
+    rank: int,
+    size: int,
+    source: Extent,
+    target: Extent,
+    readers: Sequence[int],
+    op: ReduceOpLike,
+    slot_bytes: int,
 ) -> Plan:
     """Every reader reduces everything."""
     tell = tuple(reader for reader in readers if reader != rank)
@@ -266,7 +272,13 @@ def _one_shot(
 
 
 def _two_shots(
-    rank: int, size: int, source: Run, target: Run, readers: Sequence[int], op: ReduceOpLike, slot_bytes: int
+    rank: int,
+    size: int,
+    source: Extent,
+    target: Extent,
+    readers: Sequence[int],
+    op: ReduceOpLike,
+    slot_bytes: int,
 ) -> Plan:
     """Every rank reduces a slice in its slot, which holds a chunk of the vector; every reader collects the slices."""
     for index in range(_count([source], slot_bytes)):
@@ -306,7 +318,7 @@ def _others(rank: int, size: int) -> tuple[int, ...]:
     return tuple(other for other in range(size) if other != rank)
 
 
-def _put(target: Place, part: Run, op: ReduceOpLike) -> Move | Combine:
+def _put(target: Place, part: Extent, op: ReduceOpLike) -> Move | Combine:
     """Our contribution, with its own factor: factors may differ between ranks."""
     if isinstance(op, PremulSum):
         return Combine(target, (_own(part.pointer),), part.nbytes, op)

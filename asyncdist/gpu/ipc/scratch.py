@@ -118,7 +118,7 @@ async def open_scratch(around: Surroundings, tag: int, *, first: bool) -> IpcScr
             return IpcScratch(runtime, own, around.rank, opened, agreed_bytes // ALIGN_BYTES * ALIGN_BYTES)
         working = in_thread(loop, _close_opened, around, opened, on=on)
         await asyncio.shield(working)
-        await around.exchange.barrier(_EXCHANGE, tag, _OPENED + 1)  # nobody has ours open any more
+        await around.exchange.barrier(_EXCHANGE, tag, _OPENED + 1)  # no rank has ours open any more
     except BaseException:
         undoing = _undo_after(working, around, own, opened)
         await asyncio.shield(start_task(loop, undoing, name="close memory of others"))
@@ -154,7 +154,7 @@ def _allocate(runtime: Runtime, device: int, large_bytes: int) -> tuple[Memory, 
 
 
 def _free_made(made: _Made) -> None:
-    """A block is here that nobody waits for any more."""
+    """Free a block whose caller was cancelled."""
     if made[0] is not None:
         made[0].close()
 

@@ -71,7 +71,7 @@ class Signals:
                 self._listen(member)
 
     def tell(self, members: Iterable[int], record: Record) -> None:
-        """Send `record` to `members`, ourselves and those who are gone excepted."""
+        """Send `record` to `members`, without ourselves and without ranks that are gone."""
         payload = memoryview(_RECORD.pack(*record))
         for member in members:
             if member == self._rank or member in self._gone:

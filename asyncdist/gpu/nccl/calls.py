@@ -26,7 +26,7 @@ from asyncdist.arrays.device import DeviceArray
 from asyncdist.arrays.reduce_op import PremulSum, ReduceOp
 from asyncdist.collectives.arguments.call import Call
 from asyncdist.cuda import Communicator, Nccl, Runtime, Stream
-from asyncdist.gpu.runs import NOTHING, Run, input_blocks, output_blocks, overlap
+from asyncdist.gpu.extents import NOTHING, Extent, input_blocks, output_blocks, overlap
 
 __all__ = ["ISSUE", "Place", "alone", "talks_to"]
 
@@ -51,7 +51,7 @@ class Place:
         self.communicator = communicator
         self.stream = stream
         self.scratch = scratch
-        """`scratch(nbytes)`: a pointer to memory that nobody else has until the launch has ended on the stream."""
+        """`scratch(nbytes)`: a pointer to memory that is the launch's own until it has ended on the stream."""
 
 
 def talks_to(call: Call, communicator: Communicator) -> frozenset[int]:
@@ -160,7 +160,7 @@ def _reduce_scatter(call: Call, place: Place) -> Callable[[], None] | None:
     op: Any = call.op
     premultiply = isinstance(op, PremulSum) and not place.nccl.native_premul_sum
     own = blocks[communicator.rank]
-    shared = own.pointer != target.pointer and overlap(blocks, [Run(target.pointer, target.nbytes)])
+    shared = own.pointer != target.pointer and overlap(blocks, [Extent(target.pointer, target.nbytes)])
     if premultiply or shared:
         copies = _room_for(blocks, place)
         for block, copy in zip(blocks, copies, strict=True):
@@ -206,7 +206,7 @@ def _move(call: Call, place: Place) -> Callable[[], None] | None:
     return partial(_exchange, place, sent, received)
 
 
-def _same_place(sent: Sequence[Run], received: Sequence[Run], rank: int, call: Call) -> bool:
+def _same_place(sent: Sequence[Extent], received: Sequence[Extent], rank: int, call: Call) -> bool:
     """Whether all that they share is a rank's own block, which then stays where it is."""
     if not call.collective.startswith(("gather", "scatter")) or not (sent and received):
         return False
@@ -216,7 +216,7 @@ def _same_place(sent: Sequence[Run], received: Sequence[Run], rank: int, call: C
     return not overlap(own, [block for index, block in enumerate(others) if index != rank])
 
 
-def _exchange(place: Place, sent: Sequence[Run], received: Sequence[Run]) -> None:
+def _exchange(place: Place, sent: Sequence[Extent], received: Sequence[Extent]) -> None:
     """Send to and receive from every other rank what is not empty."""
     communicator, stream = place.communicator, place.stream
     for peer in range(communicator.size):
@@ -228,7 +228,7 @@ def _exchange(place: Place, sent: Sequence[Run], received: Sequence[Run]) -> Non
             communicator.recv(received[peer].pointer, received[peer].nbytes, _BYTES, peer, stream)
 
 
-def _in_a_row(blocks: Sequence[Run]) -> bool:
+def _in_a_row(blocks: Sequence[Extent]) -> bool:
     """Whether blocks of one size follow each other in memory."""
     nbytes = blocks[0].nbytes
     end = blocks[0].pointer
@@ -239,24 +239,24 @@ def _in_a_row(blocks: Sequence[Run]) -> bool:
     return True
 
 
-def _room_for(blocks: Sequence[Run], place: Place) -> tuple[Run, ...]:
+def _room_for(blocks: Sequence[Extent], place: Place) -> tuple[Extent, ...]:
     """Temporary memory for blocks, in a row."""
     pointer = place.scratch(sum(block.nbytes for block in blocks))
     found = []
     for block in blocks:
-        found.append(Run(pointer, block.nbytes))
+        found.append(Extent(pointer, block.nbytes))
         pointer += block.nbytes
     return tuple(found)
 
 
-def _copies(blocks: Sequence[Run], place: Place) -> tuple[Run, ...]:
+def _copies(blocks: Sequence[Extent], place: Place) -> tuple[Extent, ...]:
     room = _room_for(blocks, place)
     for block, copy in zip(blocks, room, strict=True):
         place.runtime.copy(copy.pointer, block.pointer, block.nbytes, place.stream)
     return room
 
 
-def _copied(block: Run, place: Place) -> Run:
+def _copied(block: Extent, place: Place) -> Extent:
     return _copies([block], place)[0]
 
 

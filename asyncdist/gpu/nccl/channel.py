@@ -100,7 +100,7 @@ class NcclChannel:
         self._communicators: tuple[Communicator, ...] = ()
         self._memory: list[Memory] = []
         self._left_behind: list[NcclOperation] = []
-        self._line = around.completions.line(self, self._complete)
+        self._completion_queue = around.completions.queue(self, self._complete)
         self._gone = False
 
     # Opening.
@@ -229,7 +229,7 @@ class NcclChannel:
         tail = operation.work.on_device
         assert tail is not None, "every operation on GPU arrays has one"
         tail.queued(operation.events)
-        self._completions.watch(self._line, operation)
+        self._completions.watch(self._completion_queue, operation)
 
     def _complete(self, operation: NcclOperation, error: BaseException | None) -> None:
         self._launched -= 1
@@ -332,5 +332,5 @@ class _Scratch:
 
 
 def _abort(communicator: Communicator) -> None:
-    """It opened after nobody wanted it any more."""
+    """Abort a communicator that opened after its channel was given up."""
     communicator.abort()

@@ -2,7 +2,7 @@
 
 Each tag has communicators of its own (`NcclChannel`), opened by the first operation of the tag; the unique id goes
 through the exchange of the group, so over authenticated connections only. Opening begins once all ranks have come, so
-that nobody blocks in NCCL for a rank that does not.
+that no rank blocks in NCCL for a rank that does not.
 
 A refused operation never comes on some ranks, while on others it may be queued on the GPU already, where only aborting
 the communicator ends it. So a refusal ends the tag's channel: what comes before in the order still goes through it,

@@ -146,7 +146,7 @@ class StagedMessages:
     ) -> asyncio.Future[None]:
         """Queue a copy to or from a buffer; done once the GPU has come so far. Streams may wait for the `last`.
 
-        If it fails, nobody says when the GPU is through with the buffer, which is held until the stream's end then.
+        If it fails, nothing says when the GPU is through with the buffer, which is held until the stream's end then.
         """
         around = self._around
         self._stages.hold(buffer)
@@ -226,7 +226,7 @@ async def _oldest(under_way: deque[tuple[asyncio.Future[None], Pinned]]) -> Pinn
 
 
 class _Sink:
-    """Turns the end of one message into a future's; until then it holds its buffer, whoever waits."""
+    """Turns the end of one message into a future's; holds the buffer until then, even if the waiter is gone."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, stages: Stages, buffer: Pinned) -> None:
         stages.hold(buffer, posted=True)
@@ -287,7 +287,7 @@ class Stages:
         return buffer
 
     def hold(self, buffer: Pinned, *, posted: bool = False) -> None:
-        """One more uses a buffer; with `posted` the transport, which tells of its end unless its group is dropped.
+        """Add a holder of a buffer; with `posted` the transport, which reports its end unless its group is dropped.
 
         Raises ClosedError once the buffer was freed, as the group has ended.
         """
@@ -303,7 +303,7 @@ class Stages:
         self.drop(buffer)
 
     def drop(self, buffer: Pinned) -> None:
-        """One who held a buffer does no longer; the last one gives it back."""
+        """A holder releases a buffer; the last one gives it back."""
         holders = self._holders.get(buffer)
         if holders is None:  # it was freed as the group ended
             return

@@ -1,8 +1,9 @@
 """StagedPath: collectives on device arrays through the host's memory, by the collectives that host arrays have.
 
-It works wherever the host's do: between hosts without NCCL, for several ranks on one GPU, for every dtype, every
-reduction (functions of the user's among them) and prefixes. It costs two copies over PCIe and the host collective;
-they overlap: see `staged.line`. User memory that is pinned or shared is not used in place: the data is on the device.
+The path works wherever the host's collectives do: between hosts without NCCL, for several ranks on one GPU, for every
+dtype, every reduction (functions of the user's among them) and prefixes. It costs two copies over PCIe and the host
+collective, which overlap: see `staged.pipeline`. `PrivateInputs` serve all paths that would overwrite an input before
+they have read it.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from asyncdist.collectives.arguments.call import Call
 from asyncdist.collectives.backend import CollectiveWork
 from asyncdist.cuda import Provider
 from asyncdist.cuda.interface import Event, Memory, Stream
+from asyncdist.gpu.extents import clash
 from asyncdist.gpu.path import DevicePath, OnEnd, Surroundings
-from asyncdist.gpu.runs import clash
-from asyncdist.gpu.staged.line import StagedLine, backend_name, drop_unbegun
+from asyncdist.gpu.staged.pipeline import StagedPipeline, backend_name, drop_unbegun
 from asyncdist.gpu.threads import Helpers, close_behind
 
 __all__ = ["PrivateInputs", "StagedPath"]
@@ -38,7 +39,7 @@ class StagedPath(DevicePath):
 
     def __init__(self, around: Surroundings) -> None:
         self._around = around
-        self._lines: dict[int, StagedLine] = {}
+        self._pipelines: dict[int, StagedPipeline] = {}
         self._helpers = Helpers(around.loop, (around.runtime, around.device))
         self._private = PrivateInputs(around, self._helpers)
 
@@ -58,39 +59,39 @@ class StagedPath(DevicePath):
             why = f"{work.operation} with arrays on several GPUs needs the nccl path, which this group does not have"
             on_end(work, TypeError(why))
             return
-        line = self._lines.get(work.tag)
-        if line is None:
-            line = self._lines[work.tag] = StagedLine(self._around, work.tag, self._helpers)
+        pipeline = self._pipelines.get(work.tag)
+        if pipeline is None:
+            pipeline = self._pipelines[work.tag] = StagedPipeline(self._around, work.tag, self._helpers)
         call, on_end = self._private.of(call, on_end)
-        line.start(call, work, on_end)
+        pipeline.start(call, work, on_end)
 
     def drop(self, tag: int, sequence: int) -> None:
         """See DevicePath."""
-        line = self._lines.get(tag)
-        if line is None:
+        pipeline = self._pipelines.get(tag)
+        if pipeline is None:
             drop_unbegun(self._around.exchange.host_backend(backend_name(tag)), sequence)
         else:
-            line.drop(sequence)
+            pipeline.drop(sequence)
 
     def waiting_for(self, tag: int, sequence: int) -> tuple[int, ...]:
         """See DevicePath."""
-        line = self._lines.get(tag)
-        return () if line is None else line.waiting_for(sequence)
+        pipeline = self._pipelines.get(tag)
+        return () if pipeline is None else pipeline.waiting_for(sequence)
 
     def abort(self, error: BaseException) -> None:
         """See DevicePath."""
-        for line in self._lines.values():
-            line.stop()
+        for pipeline in self._pipelines.values():
+            pipeline.stop()
 
     def close(self) -> None:
         """See DevicePath."""
 
     async def wait_closed(self) -> None:
         """Wait, bounded, for copies under way, and give buffers back."""
-        for line in self._lines.values():
-            line.shut()
-        self._lines.clear()
-        await self._helpers.wait(CLOSE_LIMIT_S)  # lines read what is private
+        for pipeline in self._pipelines.values():
+            pipeline.shut()
+        self._pipelines.clear()
+        await self._helpers.wait(CLOSE_LIMIT_S)  # pipelines read what is private
         self._private.close()
         await self._helpers.wait(CLOSE_LIMIT_S)
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from asyncdist.arrays.host import Array, Flat
 from asyncdist.collectives.arguments.call import Call
-from asyncdist.gpu.runs import NOTHING, Run, input_blocks, output_blocks
+from asyncdist.gpu.extents import NOTHING, Extent, input_blocks, output_blocks
 
 __all__ = ["VECTORS", "Portion", "Transfer", "host_call", "portions", "rounds_of"]
 
@@ -148,8 +148,8 @@ def _pieces(call: Call, rank: int, size: int, buffer_bytes: int, rounds: int) ->
 def _portion(
     call: Call,
     counts: int | tuple[int, ...],
-    inputs: Sequence[Run],
-    outputs: Sequence[Run],
+    inputs: Sequence[Extent],
+    outputs: Sequence[Extent],
     start: int,
     quota_bytes: int,
 ) -> Portion:

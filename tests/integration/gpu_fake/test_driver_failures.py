@@ -18,8 +18,8 @@ from asyncdist.errors import DistBackendError, DistError, PeerLostError
 from asyncdist.gpu.ipc import scratch as ipc_scratch
 from asyncdist.gpu.ipc.operation import IpcOperation
 from asyncdist.gpu.nccl.channel import NcclChannel
-from asyncdist.gpu.staged import line as staged_line
 from asyncdist.gpu.staged import message as staged_message
+from asyncdist.gpu.staged import pipeline as staged_pipeline
 from asyncdist.gpu.staged.message import StagedMessages
 
 COUNT = 2000
@@ -34,8 +34,8 @@ def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ipc_scratch, "SMALL_BYTES", 1 << 11)
     monkeypatch.setattr(ipc_scratch, "LARGE_BYTES", 1 << 12)
     monkeypatch.setattr(ipc_scratch, "OTHER_TAGS_LARGE_BYTES", 1 << 12)
-    monkeypatch.setattr(staged_line, "SMALL_BUFFER_BYTES", 1 << 10)
-    monkeypatch.setattr(staged_line, "BUFFER_BYTES", 1 << 12)
+    monkeypatch.setattr(staged_pipeline, "SMALL_BUFFER_BYTES", 1 << 10)
+    monkeypatch.setattr(staged_pipeline, "BUFFER_BYTES", 1 << 12)
     monkeypatch.setattr(staged_message, "STAGE_BYTES", 1 << 12)
 
 

@@ -12,7 +12,7 @@ from gpu_fake_kit import GpuRank, equal, run_gpu, values_of
 
 import asyncdist as dist
 from asyncdist.gpu.ipc import scratch as ipc_scratch
-from asyncdist.gpu.staged import line as staged_line
+from asyncdist.gpu.staged import pipeline as staged_pipeline
 
 PATHS = ["nccl", "ipc", "staged"]
 every_path = pytest.mark.parametrize("path", PATHS)
@@ -29,7 +29,7 @@ UNKNOWN_TO_NCCL = {"int16", "uint16", "float8_e4m3b11fnuz", "float8_e4m3fnuz", "
 @pytest.fixture(autouse=True)
 def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ipc_scratch, "LARGE_BYTES", 1 << 16)
-    monkeypatch.setattr(staged_line, "BUFFER_BYTES", 1 << 16)
+    monkeypatch.setattr(staged_pipeline, "BUFFER_BYTES", 1 << 16)
 
 
 class Place:

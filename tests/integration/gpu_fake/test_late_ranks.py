@@ -10,9 +10,9 @@ import pytest
 from gpu_fake_kit import ArrayMaker, GpuRank, run_gpu
 
 import asyncdist as dist
-from asyncdist.gpu import questions as device_questions
+from asyncdist.gpu import mismatch_probe
 from asyncdist.gpu.ipc import scratch as ipc_scratch
-from asyncdist.gpu.staged import line as staged_line
+from asyncdist.gpu.staged import pipeline as staged_pipeline
 
 SIZE = 3
 
@@ -65,10 +65,10 @@ async def drained(stream: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_questions, "ASK_AFTER_S", 0.05)
-    monkeypatch.setattr(device_questions, "LOOK_S", 0.02)
+    monkeypatch.setattr(mismatch_probe, "ASK_AFTER_S", 0.05)
+    monkeypatch.setattr(mismatch_probe, "LOOK_S", 0.02)
     monkeypatch.setattr(ipc_scratch, "LARGE_BYTES", 1 << 18)
-    monkeypatch.setattr(staged_line, "BUFFER_BYTES", 1 << 18)
+    monkeypatch.setattr(staged_pipeline, "BUFFER_BYTES", 1 << 18)
 
 
 @pytest.mark.parametrize("path", ["nccl", "ipc", "staged"])

@@ -11,12 +11,12 @@ from gpu_fake_kit import GpuRank, equal, failure_of, run_gpu
 
 import asyncdist as dist
 from asyncdist.errors import PeerLostError
-from asyncdist.gpu import questions as device_questions
+from asyncdist.gpu import mismatch_probe
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_questions, "LEFT_GRACE_S", 0.2)
+    monkeypatch.setattr(mismatch_probe, "LEFT_GRACE_S", 0.2)
 
 
 def array(at: GpuRank, path: str, count: int = 4) -> Any:

@@ -18,7 +18,7 @@ from punctual import assert_within, punctual
 import asyncdist as dist
 from asyncdist.errors import CollectiveMismatchError, GroupAbortedError
 from asyncdist.gpu.ipc import scratch as ipc_scratch
-from asyncdist.gpu.staged import line as staged_line
+from asyncdist.gpu.staged import pipeline as staged_pipeline
 
 SIZE = 3
 
@@ -71,7 +71,7 @@ NOT_NOTICED = {"nothing"}
 def test_one_rank_on_the_host(path: str, warm: bool, on_host: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASYNCDIST_CUDA_PATH", path)
     monkeypatch.setattr(ipc_scratch, "LARGE_BYTES", 1 << 18)
-    monkeypatch.setattr(staged_line, "BUFFER_BYTES", 1 << 18)
+    monkeypatch.setattr(staged_pipeline, "BUFFER_BYTES", 1 << 18)
     outcomes: dict[str, list[str]] = {}
     took_s: list[float] = []
 

@@ -19,7 +19,7 @@ import asyncdist as dist
 from asyncdist.errors import DistError, GroupAbortedError, PeerLostError
 from asyncdist.gpu.host_exchange import HostExchange
 from asyncdist.gpu.ipc import scratch as ipc_scratch
-from asyncdist.gpu.staged import line as staged_line
+from asyncdist.gpu.staged import pipeline as staged_pipeline
 from asyncdist.testing.fake_nccl import FakeNccl
 
 SIZE = 3
@@ -40,7 +40,7 @@ CASES.remove(("nccl", "unique id", 2))
 @pytest.fixture(autouse=True)
 def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ipc_scratch, "LARGE_BYTES", 1 << 16)
-    monkeypatch.setattr(staged_line, "BUFFER_BYTES", 1 << 16)
+    monkeypatch.setattr(staged_pipeline, "BUFFER_BYTES", 1 << 16)
 
 
 class Death:

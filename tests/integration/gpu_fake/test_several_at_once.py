@@ -19,7 +19,7 @@ import asyncdist as dist
 from asyncdist.concurrency import trace as events
 from asyncdist.errors import CollectiveMismatchError, GroupAbortedError
 from asyncdist.gpu.ipc import scratch as ipc_scratch
-from asyncdist.gpu.staged import line as staged_line
+from asyncdist.gpu.staged import pipeline as staged_pipeline
 
 PATHS = ["nccl", "ipc", "staged"]
 every_path = pytest.mark.parametrize("path", PATHS)
@@ -29,7 +29,7 @@ every_path = pytest.mark.parametrize("path", PATHS)
 def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ipc_scratch, "LARGE_BYTES", 1 << 16)
     monkeypatch.setattr(ipc_scratch, "OTHER_TAGS_LARGE_BYTES", 1 << 16)
-    monkeypatch.setattr(staged_line, "BUFFER_BYTES", 1 << 16)
+    monkeypatch.setattr(staged_pipeline, "BUFFER_BYTES", 1 << 16)
 
 
 @pytest.fixture

@@ -99,7 +99,7 @@ async def test_the_loop_looks_for_longer_where_a_thread_had_to_wait_for_little(
         gate = cuda.runtime.hold(line.stream)
         line.add(turn)
         await asyncio.sleep(0.002)
-        waits = line.completions._lines[line].waiting
+        waits = line.completions._queues[line].waiting
         assert waits is (not turn or not soon)
         gate.open()
         await line.until(turn + 1)

@@ -22,7 +22,7 @@ from asyncdist.gpu.ipc import scratch as ipc_scratch
 from asyncdist.gpu.ipc.channel import AHEAD
 from asyncdist.gpu.ipc.path import CudaIpcPath
 from asyncdist.gpu.path import DevicePath
-from asyncdist.gpu.staged import line as staged_line
+from asyncdist.gpu.staged import pipeline as staged_pipeline
 from asyncdist.gpu.staged.path import StagedPath
 from asyncdist.testing.fake_cuda import FakeRuntime
 from asyncdist.testing.fake_queues import FakeEvent
@@ -37,8 +37,8 @@ LONG = 5000
 def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ipc_scratch, "SMALL_BYTES", 1 << 11)
     monkeypatch.setattr(ipc_scratch, "LARGE_BYTES", 1 << 12)
-    monkeypatch.setattr(staged_line, "SMALL_BUFFER_BYTES", 1 << 10)
-    monkeypatch.setattr(staged_line, "BUFFER_BYTES", 1 << 12)
+    monkeypatch.setattr(staged_pipeline, "SMALL_BUFFER_BYTES", 1 << 10)
+    monkeypatch.setattr(staged_pipeline, "BUFFER_BYTES", 1 << 12)
 
 
 @pytest.fixture
@@ -364,7 +364,7 @@ def test_dtypes_without_kernels_go_through_the_host(runtime: FakeRuntime) -> Non
             assert (x._array == 4).all()
             await rank.run(calls.broadcast(x, 1, rank.rank))
         assert rank.path._tags[0].channel._last == 3
-        assert set(rank.path._staged._lines) == {0}
+        assert set(rank.path._staged._pipelines) == {0}
 
     run_ranks(2, CudaIpcPath, main, runtime)
 

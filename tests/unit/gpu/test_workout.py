@@ -19,7 +19,7 @@ from asyncdist.gpu import cuda_events
 from asyncdist.gpu.ipc import scratch as ipc_scratch
 from asyncdist.gpu.ipc.path import CudaIpcPath
 from asyncdist.gpu.path import DevicePath
-from asyncdist.gpu.staged import line as staged_line
+from asyncdist.gpu.staged import pipeline as staged_pipeline
 from asyncdist.gpu.staged.path import StagedPath
 from asyncdist.testing.fake_cuda import FakeRuntime
 
@@ -32,8 +32,8 @@ COUNTS = (0, 1, 7, 400, 3000)
 def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ipc_scratch, "SMALL_BYTES", 1 << 11)
     monkeypatch.setattr(ipc_scratch, "LARGE_BYTES", 1 << 12)
-    monkeypatch.setattr(staged_line, "SMALL_BUFFER_BYTES", 1 << 10)
-    monkeypatch.setattr(staged_line, "BUFFER_BYTES", 1 << 12)
+    monkeypatch.setattr(staged_pipeline, "SMALL_BUFFER_BYTES", 1 << 10)
+    monkeypatch.setattr(staged_pipeline, "BUFFER_BYTES", 1 << 12)
 
 
 @pytest.fixture

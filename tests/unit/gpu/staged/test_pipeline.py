@@ -14,9 +14,9 @@ from asyncdist.arrays.device import DeviceArray
 from asyncdist.arrays.reduce_op import ReduceOp
 from asyncdist.collectives.arguments import call as calls
 from asyncdist.errors import DistBackendError
-from asyncdist.gpu.staged import line as staged_line
-from asyncdist.gpu.staged.line import BUFFER_BYTES, BUFFERS, SMALL_BUFFER_BYTES, PinnedSlots, StagedLine
+from asyncdist.gpu.staged import pipeline as staged_pipeline
 from asyncdist.gpu.staged.path import StagedPath
+from asyncdist.gpu.staged.pipeline import BUFFER_BYTES, BUFFERS, SMALL_BUFFER_BYTES, PinnedSlots, StagedPipeline
 from asyncdist.gpu.staged.plan import portions
 from asyncdist.gpu.threads import Helpers
 from asyncdist.testing.fake_cuda import FakeRuntime
@@ -33,9 +33,9 @@ def test_copies_and_communication_overlap(runtime: FakeRuntime, monkeypatch: pyt
     """While a portion is on the network, others are copied out; they come in before the last has gone out."""
     trace: list[tuple[str, int]] = []
     buffer_bytes = 1 << 16
-    monkeypatch.setattr(staged_line, "BUFFER_BYTES", buffer_bytes)
+    monkeypatch.setattr(staged_pipeline, "BUFFER_BYTES", buffer_bytes)
     for name, mark in (("_copy", ""), ("_exchange", "host")):
-        monkeypatch.setattr(StagedLine, name, traced(getattr(StagedLine, name), mark, trace))
+        monkeypatch.setattr(StagedPipeline, name, traced(getattr(StagedPipeline, name), mark, trace))
 
     async def main(rank: PathRank) -> None:
         count = 12 * buffer_bytes // 8
@@ -62,7 +62,7 @@ def test_copies_and_communication_overlap(runtime: FakeRuntime, monkeypatch: pyt
 
 
 def traced(function: Callable[..., Any], mark: str, trace: list[tuple[str, int]]) -> Callable[..., Any]:
-    def wrapper(self: StagedLine, operation: Any, portion: Any, *arguments: Any) -> Any:
+    def wrapper(self: StagedPipeline, operation: Any, portion: Any, *arguments: Any) -> Any:
         if self._around.rank == 0:
             trace.append((mark or ("out" if arguments[0] is self._out else "in"), portion.number))
         return function(self, operation, portion, *arguments)
@@ -79,7 +79,7 @@ def test_a_portion_fills_a_buffer(more: int, count: int) -> None:
 @pytest.mark.parametrize(("more", "small"), [(0, True), (1, False)])
 def test_small_operations_take_small_buffers(more: int, small: bool) -> None:
     array = DeviceArray(1 << 20, (SMALL_BUFFER_BYTES // 4 + more,), np.dtype(np.uint8), 0)
-    assert staged_line._is_small(calls.all_reduce(array, ReduceOp.SUM), 2) == small
+    assert staged_pipeline._is_small(calls.all_reduce(array, ReduceOp.SUM), 2) == small
 
 
 async def test_buffers_are_bounded(runtime: FakeRuntime) -> None:

@@ -1,4 +1,4 @@
-"""Runs: what a call on device arrays reads and writes, as addresses and lengths in bytes."""
+"""Extents: what a call on device arrays reads and writes, as addresses and lengths in bytes."""
 
 from __future__ import annotations
 
@@ -7,41 +7,41 @@ from typing import Any, NamedTuple
 
 from asyncdist.collectives.arguments.call import Call
 
-__all__ = ["NOTHING", "Run", "clash", "input_blocks", "output_blocks", "overlap"]
+__all__ = ["NOTHING", "Extent", "clash", "input_blocks", "output_blocks", "overlap"]
 
 
-class Run(NamedTuple):
+class Extent(NamedTuple):
     """`nbytes` bytes of device memory from address `pointer` on."""
 
     pointer: int
     nbytes: int
 
-    def part(self, start: int, stop: int) -> Run:
+    def part(self, start: int, stop: int) -> Extent:
         """Bytes `start` to `stop`, as far as there are any."""
         start, stop = min(start, self.nbytes), min(stop, self.nbytes)
-        return Run(self.pointer + start, max(0, stop - start))
+        return Extent(self.pointer + start, max(0, stop - start))
 
 
-NOTHING = Run(0, 0)
+NOTHING = Extent(0, 0)
 
 
-def input_blocks(call: Call, size: int) -> tuple[Run, ...]:
+def input_blocks(call: Call, size: int) -> tuple[Extent, ...]:
     """What is read: a block per rank where the call has one for each, in one array or several; else each array."""
     return _blocks(call, 0, size)
 
 
-def output_blocks(call: Call, size: int) -> tuple[Run, ...]:
+def output_blocks(call: Call, size: int) -> tuple[Extent, ...]:
     """What is written, as `input_blocks`."""
     return _blocks(call, 1, size)
 
 
-def _blocks(call: Call, side: int, size: int) -> tuple[Run, ...]:
+def _blocks(call: Call, side: int, size: int) -> tuple[Extent, ...]:
     if call.pieces is not None:
-        return tuple(_run(piece) for piece in call.pieces[side])
+        return tuple(_extent_of(piece) for piece in call.pieces[side])
     flats: Sequence[Any] = call.outputs if side else call.inputs
     if len(flats) != 1 or (call.collective, side) not in _ONE_PER_RANK:
-        return tuple(_run(flat) for flat in flats)
-    whole = _run(flats[0])
+        return tuple(_extent_of(flat) for flat in flats)
+    whole = _extent_of(flats[0])
     counts = (call.counts,) * size if isinstance(call.counts, int) else call.counts
     found, start = [], 0
     for count in counts:
@@ -62,8 +62,8 @@ _ONE_PER_RANK = {
 """Collectives and the side (0 inputs, 1 outputs) that has a block for every rank, which one array may hold."""
 
 
-def _run(elements: Any) -> Run:
-    return Run(elements.pointer, elements.nbytes)
+def _extent_of(elements: Any) -> Extent:
+    return Extent(elements.pointer, elements.nbytes)
 
 
 def clash(call: Call, rank: int, size: int) -> bool:
@@ -74,7 +74,7 @@ def clash(call: Call, rank: int, size: int) -> bool:
         inputs, outputs = list(input_blocks(part, size)), list(output_blocks(part, size))
         if not inputs or not outputs:
             continue
-        own_input, own_output = (rank if len(runs) > 1 else 0 for runs in (inputs, outputs))
+        own_input, own_output = (rank if len(extents) > 1 else 0 for extents in (inputs, outputs))
         if inputs[own_input] == outputs[own_output]:
             inputs[own_input] = NOTHING
         if overlap(inputs, outputs):
@@ -82,9 +82,9 @@ def clash(call: Call, rank: int, size: int) -> bool:
     return False
 
 
-def overlap(inputs: Sequence[Run], outputs: Sequence[Run]) -> bool:
+def overlap(inputs: Sequence[Extent], outputs: Sequence[Extent]) -> bool:
     """Whether some input shares memory with some output."""
-    ends = sorted((run.pointer, run.pointer + run.nbytes, side) for side in (0, 1) for run in (inputs, outputs)[side])
+    ends = sorted((one.pointer, one.pointer + one.nbytes, side) for side in (0, 1) for one in (inputs, outputs)[side])
     last = [0, 0]
     for first, end, side in ends:
         if first < end and first < last[not side]:

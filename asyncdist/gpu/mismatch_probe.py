@@ -1,9 +1,9 @@
-"""Questions about collectives that take long in a group with GPU arrays: do the others run the same?
+"""MismatchProbe: asks other ranks, in a group with GPU arrays, whether they run the same collective.
 
-A host array here and a GPU array there go separate ways, on which no message of one meets any of the other. So whoever
-waits asks, a few times a second: those it waits for where that is known, else its neighbors, one after the other. Who
-waits cannot rely on those that do not: an operation that only gives ends on some ranks while others wait for what never
-comes. Who cannot be asked any more has left.
+A host array here and a GPU array there take separate ways, on which no message of one meets a message of the other. So
+a rank whose operation takes long asks, a few times a second: the ranks that it waits for where they are known, else its
+neighbors, one after the other. A waiting rank cannot rely on being asked: a rank that only sends may have ended the
+operation, while others wait for what never comes. A rank that cannot be asked any more has left.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any, Final
 from asyncdist.collectives.arguments.call import Call
 from asyncdist.collectives.backend import CollectiveWork, GroupBackend
 
-__all__ = ["ASK_AFTER_S", "LEFT_GRACE_S", "MAX_AT_ONCE", "HostWatch", "Questions"]
+__all__ = ["ASK_AFTER_S", "LEFT_GRACE_S", "MAX_AT_ONCE", "HostWatch", "MismatchProbe"]
 
 ASK_AFTER_S: Final = 0.25
 """How old an operation gets before another rank is asked what it runs in its place: a difference shows within a second,
 and a step of training seldom asks."""
 
 ASK_GROWTH: Final = 2.0
-"""By how much the next question about the same operation comes later: who is merely late is asked a few times."""
+"""By how much the next question about the same operation comes later: a rank that is late is asked a few times."""
 
 MAX_AT_ONCE: Final = 8
 """Ranks asked at a time; it begins with one, and doubles. More connections than that are not worth one late rank."""
@@ -50,10 +50,10 @@ class _Asked:
         self.position = 0
 
 
-class Questions:
-    """Of one group. `waiting_for(tag, sequence)` gives global ranks, if known; `ask(tag, sequence, rank)` asks one.
+class MismatchProbe:
+    """Of one group. `waiting_for(tag, sequence)` gives global ranks, if known.
 
-    It says whether that rank could be asked.
+    `ask(tag, sequence, rank)` asks one rank, and says whether that rank could be asked.
     """
 
     def __init__(
@@ -70,9 +70,9 @@ class Questions:
         self._left: dict[int, float] = {}  # ranks that could not be asked, and since when
 
     def look(self, now_s: float, under_way: Iterable[tuple[Key, float]]) -> None:
-        """Ask about the oldest operation of each tag: those behind it wait for it. With each, when it was issued.
+        """Ask about the oldest operation of each tag: those behind it wait for it. Each has the time of its issue.
 
-        What was asked about one that is not under way any more is forgotten.
+        Forgets what was asked about operations that are not under way any more.
         """
         if not self._others:
             return
@@ -92,7 +92,7 @@ class Questions:
         return next((rank for rank, at_s in self._left.items() if now_s - max(at_s, moved_s) > LEFT_GRACE_S), None)
 
     def _next(self, key: Key, asked: _Asked) -> Sequence[int]:
-        """Whom to ask now."""
+        """The ranks to ask now."""
         count = min(asked.count, len(self._others), MAX_AT_ONCE)
         asked.count *= 2
         asked.due_s *= ASK_GROWTH
@@ -109,7 +109,7 @@ class HostWatch:
         self, loop: asyncio.AbstractEventLoop, host: GroupBackend, ask: Callable[[int, int, int], bool]
     ) -> None:
         self._loop = loop
-        self._questions = Questions(host.ranks, host.rank, host.waiting_for, ask)
+        self._probe = MismatchProbe(host.ranks, host.rank, host.waiting_for, ask)
         self._works: dict[Key, tuple[weakref.ref[CollectiveWork], float]] = {}
         self._timer: asyncio.TimerHandle | None = None
         begin = host.start
@@ -141,6 +141,6 @@ class HostWatch:
             work = reference()
             if work is None or work.done():
                 del self._works[key]
-        self._questions.look(self._loop.time(), [(key, started_s) for key, (_, started_s) in self._works.items()])
+        self._probe.look(self._loop.time(), [(key, started_s) for key, (_, started_s) in self._works.items()])
         if self._works and self._timer is None:
             self._timer = self._loop.call_later(LOOK_S, self._look)

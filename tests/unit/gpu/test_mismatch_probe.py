@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 
-from asyncdist.gpu.questions import ASK_AFTER_S, LEFT_GRACE_S, MAX_AT_ONCE, Questions
+from asyncdist.gpu.mismatch_probe import ASK_AFTER_S, LEFT_GRACE_S, MAX_AT_ONCE, MismatchProbe
 
 KEY = (0, 7)
 
 
 class Asked:
-    """Questions of rank 1 of `size`, and the ranks asked so far."""
+    """MismatchProbe of rank 1 of `size`, and the ranks asked so far."""
 
     def __init__(self, size: int, known: tuple[int, ...] = (), gone: frozenset[int] = frozenset()) -> None:
         self.ranks: list[int] = []
         self.gone = gone
-        self.questions = Questions(tuple(range(size)), 1, lambda tag, sequence: known, self._ask)
+        self.questions = MismatchProbe(tuple(range(size)), 1, lambda tag, sequence: known, self._ask)
 
     def _ask(self, tag: int, sequence: int, rank: int) -> bool:
         assert (tag, sequence) == KEY
@@ -60,7 +60,7 @@ def test_only_the_oldest_of_a_tag() -> None:
 
 
 def test_alone_nobody_is_asked() -> None:
-    questions = Questions((0,), 0, lambda tag, sequence: (), lambda tag, sequence, rank: pytest.fail("asked"))
+    questions = MismatchProbe((0,), 0, lambda tag, sequence: (), lambda tag, sequence, rank: pytest.fail("asked"))
     questions.look(100.0, [(KEY, 0.0)])
 
 

@@ -1,4 +1,4 @@
-"""StagedLine: one tag's operations through the host's memory, as a pipeline.
+"""StagedPipeline: one tag's operations through the host's memory, as a pipeline.
 
     device --copy out--> pinned buffer --host collective--> pinned buffer --copy in--> device
 
@@ -35,7 +35,7 @@ __all__ = [
     "SMALL_BUFFERS",
     "SMALL_BUFFER_BYTES",
     "PinnedSlots",
-    "StagedLine",
+    "StagedPipeline",
     "backend_name",
     "drop_unbegun",
 ]
@@ -86,7 +86,7 @@ class _Operation:
         self.waited: set[Stream] = set()
 
 
-class StagedLine:
+class StagedPipeline:
     """See the module."""
 
     def __init__(self, around: Surroundings, tag: int, helpers: Helpers) -> None:
@@ -233,7 +233,7 @@ class StagedLine:
             self._fail(operation, error)
         try:
             event = self._around.events.recorded(stream)  # also behind what was begun of something that failed
-        except Exception as error:  # nobody says when the buffer is free: it is not used again, and freed at the end
+        except Exception as error:  # when the buffer is free is not known: it is freed at the end
             self._fail(operation, error)
             return
 
