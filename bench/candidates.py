@@ -1,4 +1,4 @@
-"""Who is measured: asyncdist over its transports, the neighbors, the floors; and why a neighbor is missing here."""
+"""The candidates: asyncdist over its transports, the neighbors, the floors; and why a neighbor is missing here."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ class Link:
                 self._target[: self._received] = view[begin:filled]
                 position = filled
             else:
-                if filled - position == len(view):  # a large message nobody waits for yet: stop reading
+                if filled - position == len(view):  # a large message without a receive yet: stop reading
                     self._paused = True
                     self._loop.remove_reader(self._sock.fileno())
                 break

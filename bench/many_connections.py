@@ -3,9 +3,9 @@
 A sample is the time from the set to the last wake-up in any process, on the connections of the whole run. Connections
 that are refused, lost or not woken count as wrong. ``connection_bytes`` is how much larger the server's resident memory
 is while all of them wait than before the first one came, divided by their number; ``connect_s`` is what opening them
-took. Redis has no waiting for a key: there everybody subscribes to a channel. torch's server is measured with a tenth
-of the connections: it looks up the name of each client's host, one after the other, so that ten thousand would take
-minutes to come in.
+took. Redis has no waiting for a key: there each connection subscribes to a channel. torch's server is measured with a
+tenth of the connections: it looks up the name of each client's host, one after the other, so that ten thousand would
+take minutes to come in.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class WaitingRank(Rank):
         self._run = 0
 
     async def open(self) -> None:
-        """Look how large the server is while nobody is connected; the first process connects to set the key later."""
+        """Look how large the server is without connections; the first process connects to set the key later."""
         raise_file_limit()
         self._bytes_before = status_bytes("VmRSS", self._server_pid)
         if self._context.rank == 0:
@@ -266,7 +266,7 @@ class WaitingClient(asyncio.Protocol):
         raise NotImplementedError
 
     def set(self, key: bytes) -> None:
-        """Wake everybody who waits for `key`."""
+        """Wake all connections that wait for `key`."""
         raise NotImplementedError
 
 
@@ -355,7 +355,7 @@ class TorchClient(WaitingClient):
 
 
 class RedisClient(WaitingClient):
-    """Redis, which has no waiting for a key: a channel to which everybody subscribes, and one message."""
+    """Redis, which has no waiting for a key: a channel to which all connections subscribe, and one message."""
 
     def begin(self) -> None:
         self._buffer = b""

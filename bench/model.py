@@ -1,4 +1,4 @@
-"""What is measured by whom, and what came out: cases, profiles, candidates, subjects, measurements, cells.
+"""What is measured and what came out: cases, profiles, candidates, subjects, measurements, cells.
 
 Cases and records travel as JSON between the runner and its processes.
 """
@@ -38,7 +38,7 @@ class Profile:
 
 FULL = Profile("full", 5, 200, 20, 64 << 20, True, ("pinned", "free"), run_budget_s=1.0)
 PROMISES = Profile("promises", 5, 40, 4, 64 << 20, True, ("pinned", "free"), run_budget_s=0.5)
-"""What the promises about collectives and shared memory take: 200 small or 20 large samples of everybody in five
+"""What the promises about collectives and shared memory take: 200 small or 20 large samples of each candidate in five
 alternating runs, less where a neighbor needs longer than the budget (gloo with more ranks than cores takes milliseconds
 for four bytes)."""
 SMOKE = Profile("smoke", 1, 4, 2, 1 << 20, False, ("free",), stress_operations=1_000)
@@ -85,7 +85,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured: cases for each number of ranks, and who is measured; ``modes`` replaces the profile's.
+    """What is measured: cases for each number of ranks, and the candidates; ``modes`` replaces the profile's.
 
     ``wanted`` leaves candidates out of some cases and numbers of ranks. ``budgeted``: runs end when the profile's
     budget is spent. ``blocks``: each run is cut into so many short ones, which alternate as runs do.
@@ -159,7 +159,7 @@ class Measurement:
 
 @dataclass
 class Cell:
-    """One case with so many ranks, pinned or free: everybody's measurements."""
+    """One case with so many ranks, pinned or free: the measurements of all candidates."""
 
     subject: str
     case: Case

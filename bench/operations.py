@@ -44,7 +44,7 @@ Allocate = Callable[[int], Array]
 
 @dataclass(frozen=True)
 class Operation:
-    """A collective: how nccl-tests turns its time into bandwidth, and who holds what.
+    """A collective: how nccl-tests turns its time into bandwidth, and which rank holds what.
 
     ``bus_factor`` turns bytes a second of the case's size into those that a perfect bus had to carry, given the ranks.
     """

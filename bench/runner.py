@@ -296,7 +296,7 @@ def _run_world(
 
 
 def _turns(cell: Cell, sessions: Mapping[str, Session], rounds: int) -> Iterator[tuple[int, str]]:
-    """Who runs next, with the number of the round: all that are still there, forwards and backwards by turns."""
+    """Yield the next candidate to run, with its round's number: all that are left, forwards and backwards by turns."""
     for number in range(rounds):
         names = [name for name in cell.measurements if name in sessions]
         for name in names if number % 2 == 0 else reversed(names):

@@ -1,4 +1,4 @@
-"""The subjects of ``python -m bench``: which operations and sizes are measured, with whom, and which a user chose.
+"""The subjects of ``python -m bench``: operations, sizes and candidates, and which of them a user chose.
 
 | subject | measures |
 | --- | --- |

@@ -74,7 +74,7 @@ class ChaosProxy:
             else:
                 await self._close(sides)
         except OSError:
-            pass  # nobody listens there, or one side has reset its connection: the other one learns of it below
+            pass  # nothing listens there, or one side has reset its connection: the other one learns of it below
         finally:
             for pump in pumps:
                 pump.cancel()

@@ -205,7 +205,7 @@ class Rank:
         self.lost: dict[int, PeerLostError] = {}
         self.left: list[int] = []
         self.connected: list[int] = []
-        self.greetings: list[bytes] = []  # controls sent to whoever is connected
+        self.greetings: list[bytes] = []  # controls sent to each rank that connects
         self.controls: list[tuple[int, bytes]] = []
         self.events: list[str] = []
         self.mesh: BaseMesh

@@ -39,7 +39,7 @@ _END: Final = b""
 
 
 class EndpointUser(Protocol):
-    """Who reads and writes at an endpoint."""
+    """What reads and writes at an endpoint."""
 
     def on_readable(self) -> None:
         """There is something to read: bytes, the end, or an error."""
@@ -196,7 +196,7 @@ class Endpoint:
             self.outgoing.put(_END)
 
     def close(self) -> None:
-        """Give the socket up: the peer sees the end, or a reset if it sent what nobody read."""
+        """Give the socket up: the peer sees the end, or a reset if it sent what was not read."""
         if self.closed:
             return
         if self.error is None:
@@ -225,7 +225,7 @@ class Endpoint:
             self.fail(ConnectionResetError(errno.ECONNRESET, "the connection was reset by the peer"))
         elif self.closed or self.error is not None:
             if piece != _END or not self._finished:
-                self.outgoing.put(None)  # nobody here knows of such a connection
+                self.outgoing.put(None)  # there is no such connection here
         else:
             if piece == _END:
                 self.incoming.ended = True

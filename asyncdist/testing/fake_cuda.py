@@ -47,7 +47,7 @@ DEFAULT_STREAMS: Final = (0, 1, 2)
 """Handles of streams."""
 
 MEMORY_BYTES: Final = 16 << 30
-"""Of every device, in words only: those who take a part of it take little. Nothing is refused for want of it."""
+"""Of every device, nominally: what takes a part of it takes little. No allocation is refused for want of memory."""
 
 
 class FakeRuntime(Runtime):

@@ -1,7 +1,7 @@
 """Where the ranks of a fake communicator meet: in one process directly, or through one process's Unix socket.
 
-What they bring is collected per slot (an operation's place in the order) and handed to all of them once everybody who
-takes part has come and said the same. As with NCCL, whoever says something else lets everybody wait forever.
+What the ranks bring is collected per slot (an operation's place in the order) and handed to all of them once all ranks
+that take part have come and said the same. As with NCCL, a rank that says something else lets all ranks wait forever.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Slot:
 
     @property
     def agreed(self) -> bool:
-        """Whether everybody has come and said the same."""
+        """Whether all ranks have come and said the same."""
         return len(self.words) == len(self.expected) and len(set(self.words.values())) == 1
 
 
@@ -44,7 +44,7 @@ class Meeting(ABC):
 
     size: int
     failure: str = ""
-    """Why it cannot be used by anybody."""
+    """Why no rank can use it."""
 
     violations: list[str]
 
@@ -163,7 +163,7 @@ class RemoteMeeting(Meeting):
                 connection.shutdown(socket.SHUT_RDWR)
 
     def _send(self, *message: Any) -> None:
-        with self._lock, contextlib.suppress(OSError):  # who served is dead: nothing happens any more
+        with self._lock, contextlib.suppress(OSError):  # the serving process is dead: nothing happens any more
             self._connection.send_bytes(msgpack.packb(message))
 
     def _listen(self) -> None:
@@ -184,7 +184,7 @@ class RemoteMeeting(Meeting):
 def serve(address: Path, *, multi_rank_gpu: bool = False) -> Callable[[], None]:
     """Let the ranks of one communicator meet at `address` from now on, in threads of this process.
 
-    Returns a function that lets nobody come any more.
+    Returns a function that stops serving: no more ranks can come.
     """
     server = _Server(Listener(str(address), "AF_UNIX", backlog=128), address, multi_rank_gpu)
     threading.Thread(target=server.accept, name="fake NCCL", daemon=True).start()
@@ -245,7 +245,7 @@ class _Server:
                 self._send(rank % self._meeting.size, "result", slot, rank, contributions)
 
     def _tell(self) -> None:
-        """What concerns everybody, once."""
+        """What concerns all ranks, once."""
         meeting = self._meeting
         assert meeting is not None
         news = [("violation", text) for text in meeting.violations]

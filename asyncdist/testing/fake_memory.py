@@ -40,7 +40,7 @@ POISON: Final = 0xDB
 """Freed memory is filled with it."""
 
 POISON_BYTES: Final = 1 << 20
-"""As far as that: more only takes time, and makes memory of what nobody has touched."""
+"""As far as that: more only takes time, and makes memory of what was never touched."""
 
 
 @dataclass(slots=True)
@@ -117,7 +117,7 @@ class MemoryMap:
         return list(self._blocks.values())
 
     def find(self, pointer: int) -> Block | None:
-        """The block that `pointer` points into; None for host memory that nobody allocated here."""
+        """The block that `pointer` points into; None for host memory that was not allocated here."""
         place = bisect.bisect_right(self._bases, pointer) - 1
         if place >= 0:
             block = self._blocks[self._bases[place]]
@@ -228,7 +228,7 @@ class FakeArray:
         return 2, self.device.id
 
     def __dlpack__(self, **options: object) -> object:
-        """Not offered: a real capsule could be dereferenced by anybody."""
+        """Not offered: any library could dereference a real capsule."""
         raise BufferError("fake arrays have no DLPack capsule; use __cuda_array_interface__")
 
     def __getitem__(self, key: Any) -> FakeArray:

@@ -73,7 +73,7 @@ class FakeNccl(Nccl):
         return [text for meeting in meetings.values() for text in meeting.violations]
 
     def close(self) -> None:
-        """Let nobody meet any more; communicators stay as they are."""
+        """Stop serving: no ranks meet any more; communicators stay as they are."""
         while self._servers:
             self._servers.pop()()
 
@@ -337,7 +337,7 @@ class Call:
     results: dict[int, bytes] | None = None
 
     def ready(self) -> bool:
-        """Bring what this rank has, the first time; then see whether everybody has come."""
+        """Bring what this rank has, the first time; then see whether all ranks have come."""
         communicator = self.communicator
         if communicator.state == "aborted":
             return True

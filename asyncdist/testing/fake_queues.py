@@ -1,4 +1,4 @@
-"""Streams and events of the fake CUDA: queues of work, and who runs it when.
+"""Streams and events of the fake CUDA: queues of work, and the thread that runs it.
 
 In mode "inline" work runs as soon as everything before it has, in the thread that made that true: nothing depends on
 time, and virtual time works. In mode "threads" one thread runs all streams, and work takes the time it takes. In mode
@@ -33,7 +33,7 @@ class Step:
     """One thing in a queue; `ready` and `run` are called by one thread at a time."""
 
     polled = False
-    """Whether nobody says when it becomes ready."""
+    """Whether nothing says when it becomes ready, so that the scheduler has to look."""
 
     def __init__(self, spans: Sequence[Span] = (), body: Callable[[], None] | None = None) -> None:
         self.spans = spans
@@ -102,7 +102,7 @@ class Scheduler:
         self.stir()
 
     def stir(self) -> None:
-        """Something may have become ready: run it, or wake who does."""
+        """Something may have become ready: run it, or wake the thread that does."""
         with self.changed:
             if self.mode == "inline":
                 self._run_ready(None)
@@ -231,7 +231,7 @@ class FakeStream(Stream):
 
 
 class FakeEvent(Event):
-    """Stands for what was on a stream when it was recorded last; who waits for it goes on waiting for that."""
+    """Stands for what was on a stream when it was recorded last; a wait that has begun keeps waiting for that."""
 
     def __init__(self, scheduler: Scheduler, device: int) -> None:
         self._scheduler = scheduler

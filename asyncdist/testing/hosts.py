@@ -77,12 +77,12 @@ class SimulatedProcess:
             endpoint.close()
 
     def end(self) -> None:
-        """Stop running for good, without a word to anybody."""
+        """Stop running for good, as a killed process does."""
         self.alive = False
         self._deferred.clear()
 
     def bury(self) -> None:
-        """Close what the killed process had suspended, long after anybody could notice."""
+        """Close what the killed process had suspended, long after the simulation could notice."""
         for task in self.tasks:
             if not task.done():
                 asyncio.tasks._unregister_task(task)
@@ -109,7 +109,7 @@ class SimulatedHost:
         self.address = address
         self.up = True
         self.refusing = False
-        """Whether connections are refused although somebody listens, as by a firewall."""
+        """Whether connections are refused although a process listens, as by a firewall."""
         self.listeners: dict[int, SimulatedSocket] = {}
         self.last_port = 40_000
         self.process = self._new_process()
@@ -149,7 +149,7 @@ class SimulatedHost:
         self.listeners.clear()
 
     def vanish(self) -> None:
-        """Lose power: nobody is told anything, nothing that is sent here arrives until `restart`."""
+        """Lose power: no peer is told, and nothing that is sent here arrives until `restart`."""
         self.network.trace("vanish", self.name)
         self.up = False
         self.network.dead.append(self.process)

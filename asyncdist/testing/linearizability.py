@@ -67,7 +67,7 @@ class Outcome(enum.Enum):
 
 
 UNKNOWN: Final = Outcome.UNKNOWN
-"""Nobody was told what became of it: it may take effect at any time from the call on, or never."""
+"""No client was told what became of the operation: it may take effect at any time from the call on, or never."""
 
 REFUSED: Final = Outcome.REFUSED
 """The object said no, and changed nothing."""
@@ -78,12 +78,12 @@ class Operation:
     """One call of a client and its result.
 
     Args:
-        client: who asked; shown to people, and whoever holds a lock for a model of locks.
+        client: the client that asked; shown to people. A model of locks takes it for the holder.
         key: which object was asked. Histories are judged key by key.
         name, arguments: what was asked, as the model of the object understands it.
         result: what the client was told, `REFUSED`, or `UNKNOWN`.
         called_at, returned_at: when, on one clock that never goes back; any unit. No return: infinity. The return of an
-            UNKNOWN operation is the time after which it cannot take effect any more, for who knows one.
+            UNKNOWN operation is the time after which it cannot take effect any more, if such a time is known.
         session: operations of one session take effect in the order of their calls, as those of one connection do even
             if they are issued at once; None: nothing of that kind was promised.
     """
@@ -162,9 +162,9 @@ class Model(ABC):
         return False
 
     def kind(self, operation: Operation) -> Hashable | None:
-        """Return what unknown operations share that do the same to every state, whoever asked; None: with no other.
+        """Return what unknown operations share that do the same to every state, for any client; None: with no other.
 
-        Of those that are alike the one that was called first is tried first, and not every choice among them.
+        Of operations that are alike the search tries the one that was called first, and not every choice among them.
         """
         return None
 

@@ -35,7 +35,7 @@ Ts = TypeVarTuple("Ts")
 
 
 _INTERNAL: Final = tuple(f"{folder}{os.sep}" for folder in (Path(asyncio.__file__).parent, Path(__file__).parents[1]))
-"""Where the lines are that people who test a program of theirs cannot do anything about."""
+"""Folders whose lines a deadlock's report leaves out: they are not the user's program."""
 
 
 class DeadlockError(RuntimeError):

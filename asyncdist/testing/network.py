@@ -94,7 +94,7 @@ class SimulatedNetwork:
         return made
 
     def cut(self, source: SimulatedHost, target: SimulatedHost, *, both_ways: bool = True) -> None:
-        """Let nothing more through from `source` to `target`. Nobody is told."""
+        """Let nothing more through from `source` to `target`. Neither is told."""
         self.trace("cut", source.name, target.name, both_ways)
         self._cut[source, target] = None
         if both_ways:
@@ -131,7 +131,7 @@ class SimulatedNetwork:
         return not (self.blocked(one, other) or self.blocked(other, one))
 
     def reachability_changed(self) -> None:
-        """Let what was held back go on, and see who gives up on whom."""
+        """Let what was held back go on, and have each end look whether its peer has vanished."""
         for host in self._hosts.values():
             for endpoint in list(host.process.endpoints):
                 endpoint.outgoing.go_on()
@@ -197,7 +197,7 @@ class SimulatedNetwork:
         sock.process.sockets.pop(sock, None)
 
     async def connect(self, sock: SimulatedSocket, address: tuple[str, int]) -> None:
-        """Connect; raises ConnectionRefusedError, and TimeoutError when nobody answers for two minutes."""
+        """Connect; raises ConnectionRefusedError, and TimeoutError after two minutes without an answer."""
         here = sock.process.host
         there = self._hosts.get(address[0])
         if there is None and self._local is not None and address[0] in ("127.0.0.1", "::1"):

@@ -147,7 +147,7 @@ class SimulatedSocket:
             accept(endpoint, address)
 
     def incoming(self, endpoint: Endpoint, address: Address) -> None:
-        """Give a new connection to whoever serves, or keep it until somebody does."""
+        """Give a new connection to the server's callback, or keep it until there is one."""
         if self._accept is None:
             self.backlog.append((endpoint, address))
         else:

@@ -68,7 +68,7 @@ class RegisterModel(Model):
     def infer(self, operations: list[Operation]) -> tuple[list[Operation], Pairs]:
         """Tell of keys that are only set and read which unknown writes took effect; see `Model.infer`.
 
-        One whose value somebody has read did, before that; one that nobody has read may as well never have.
+        A write whose value was read took effect before that; one whose value was never read may as well have had none.
         """
         if any(each.name not in ("set", "get", "restart") for each in operations):
             return operations, []
@@ -111,13 +111,13 @@ class LogModel(RegisterModel):
 
 
 class QueueModel(Model):
-    """A queue: its state is the tuple of its items, oldest first, and what pops that nobody was told of have taken.
+    """A queue: its state is the tuple of its items, oldest first, and what pops that ended UNKNOWN have taken.
 
         push(item) -> None          pop() -> the oldest item, or None: it was empty         len() -> int
 
-    No item may be pushed twice. A pop that ends UNKNOWN takes an item, or nothing. If it may also give that back, as
-    the clients of a store do for who gave up waiting, let a "return" of the same client follow, UNKNOWN too, and let
-    that client do nothing else: it brings the item back to the head.
+    No item may be pushed twice. A pop that ends UNKNOWN takes an item, or nothing. The pop may also give the item back,
+    as the clients of a store do when their caller gave up waiting. Then let a "return" of the same client follow,
+    UNKNOWN too, which brings the item back to the head, and let that client do nothing else.
     """
 
     initial: Hashable = ((), ())
@@ -164,7 +164,7 @@ class QueueModel(Model):
                 popped = pops.get(each.arguments[0])
                 if each.result is UNKNOWN and popped is not None:  # then it did take effect, before that
                     each = resolved(each, popped.returned_at)
-                elif each.result is UNKNOWN and drained:  # had it taken effect, somebody would have the item
+                elif each.result is UNKNOWN and drained:  # had it taken effect, some client would have the item
                     continue
                 pushes.append(each)
             inferred.append(each)
@@ -207,12 +207,12 @@ def in_order_of_pops(
 
 
 class LockModel(Model):
-    """A lock with fencing tokens: its state is who holds it (None: nobody) and the largest token given so far.
+    """A lock with fencing tokens: its state is the holder (None: free) and the largest token given so far.
 
         acquire() -> int, larger than all before                release() -> None
 
-    `Operation.client` is the holder. Who acquires again and again under one name should be a new client each time if
-    operations may end UNKNOWN. Tokens grow across a "restart" too.
+    `Operation.client` is the holder. If operations may end UNKNOWN, each acquire should have its own client. Tokens grow
+    across a "restart" too.
     """
 
     initial: Hashable = (None, 0)
@@ -233,7 +233,7 @@ class LockModel(Model):
 
 
 def resolved(write: Operation, seen_at: float) -> Operation:
-    """Return a write that somebody has seen the effect of, as one that is known to have taken effect by then."""
+    """Return a write whose effect was seen, as one that is known to have taken effect by then."""
     if write.result is not UNKNOWN:
         return write
     return dataclasses.replace(write, result=None, returned_at=min(write.returned_at, seen_at), session=None)

@@ -57,9 +57,9 @@ class SimulatedWorld:
     def kill(self, rank: int) -> None:
         """End `rank` as if its process were killed: its peers see the connection end without a goodbye.
 
-        Its task is cancelled where it waits, and reaches nobody any more: neither peers nor the store. Nor do
-        the tasks that it has started, which are cancelled when `run_world` ends. Where that rank calls this itself, the
-        call raises `CancelledError`.
+        The rank's task is cancelled where it waits, and reaches neither peers nor the store any more. The tasks that it
+        has started reach them no more either, and are cancelled when `run_world` ends. Where that rank calls this
+        itself, the call raises `CancelledError`.
         """
         if rank not in self.killed:
             self.killed.add(rank)
@@ -191,7 +191,7 @@ def _remoteness(error: BaseException) -> int:
 
 
 def _named_by(error: BaseException) -> int:
-    """The rank whose end this tells of; -1 if it is no such news."""
+    """The rank whose end this error reports; -1 if it reports none."""
     cause = first_cause(error)
     if not isinstance(cause, PeerLostError | GroupAbortedError) or cause.rank is None:
         return -1

@@ -29,7 +29,7 @@ def measure(profile: Profile, modes: Sequence[Mode] | None, progress: Progress) 
 
 
 def judge(cells: Sequence[Cell]) -> list[Verdict]:
-    """Return a verdict for every cell somebody promised something about."""
+    """Return a verdict for every cell that has a promise."""
     judges: dict[str, Callable[[Cell], Verdict]] = {
         "ping_pong": _ping_pong,
         "one_way": _one_way,

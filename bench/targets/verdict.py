@@ -49,7 +49,7 @@ def verdict(
 
 
 def beside(cell: Cell, candidate: str = OURS) -> str:
-    """Return everybody else's figures."""
+    """Return the figures of all others."""
     parts = []
     for name, measurement in cell.measurements.items():
         if name == candidate or not measurement.runs_s:

@@ -28,7 +28,7 @@ OLDEST_VERSION: Final = 20700
 
 
 def check_identity(runtime: Runtime, nccl: Nccl) -> None:
-    """Versions are numbers, ids are secrets, and every rank knows who it is."""
+    """Versions are numbers, ids are secrets, and every rank knows its own number."""
     assert nccl.version() >= OLDEST_VERSION
     assert nccl.name
     ids = {nccl.unique_id() for _ in range(3)}
@@ -101,7 +101,7 @@ def check_moves_any_dtype(runtime: Runtime, nccl: Nccl) -> None:
 
 
 def check_groups(runtime: Runtime, nccl: Nccl) -> None:
-    """In a group everybody sends to everybody, itself included, whatever the order of the calls."""
+    """In a group every rank sends to every rank, itself included, whatever the order of the calls."""
 
     def main(communicator: Communicator, stream: Stream) -> None:
         size, rank, device = communicator.size, communicator.rank, communicator.device

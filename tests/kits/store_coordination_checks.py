@@ -75,7 +75,7 @@ async def an_unattended_lease_expires(open_store: OpenStore) -> None:
     async with clients(open_store, 2) as (a, b):
         watch = await b.watch("k").__aenter__()
         await a.set("k", "v", lease=await a.lease(4 * SHORT_S))
-        await a.close()  # nobody keeps it alive any more
+        await a.close()  # nothing keeps it alive any more
         expect(await _next(watch), ("set", "k", b"v"))
         expect(await _next(watch), ("expire", "k", b""))
         await watch.close()
@@ -261,7 +261,7 @@ async def members_get_ranks_and_epochs(open_store: OpenStore) -> None:
         expect((event.kind, event.member), ("left", "n9"))
         await first.rejoin()
         third = await newcomer
-        expect((first.rank, third.rank, third.epoch), (0, 1, 2))  # who knows the job stays first
+        expect((first.rank, third.rank, third.epoch), (0, 1, 2))  # members that know the job stay first
         expect(await third.store.get("k"), b"v")
         await first.leave()
         await third.leave()
@@ -294,7 +294,7 @@ async def a_member_can_be_expelled(open_store: OpenStore) -> None:
         event = await anext(first)
         expect((event.kind, event.member), ("left", "y"))
         await expect_raises(LeaseLostError, lambda: anext(second))
-        await c.expel("j", "y")  # who is no longer there
+        await c.expel("j", "y")  # a member that is no longer there
         await expect_raises(DistStoreError, lambda: second.rejoin())
         await first.leave()
 
