@@ -211,8 +211,8 @@ class LockModel(Model):
 
         acquire() -> int, larger than all before                release() -> None
 
-    `Operation.client` is the holder. If operations may end UNKNOWN, each acquire should have its own client. Tokens grow
-    across a "restart" too.
+    `Operation.client` is the holder. If operations may end UNKNOWN, each acquire should have its own client. Tokens
+    grow across a "restart" too.
     """
 
     initial: Hashable = (None, 0)

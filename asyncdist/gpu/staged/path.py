@@ -8,6 +8,7 @@ they have read it.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Final, Self
@@ -20,7 +21,7 @@ from asyncdist.cuda import Provider
 from asyncdist.cuda.interface import Event, Memory, Stream
 from asyncdist.gpu.extents import clash
 from asyncdist.gpu.path import DevicePath, OnEnd, Surroundings
-from asyncdist.gpu.staged.pipeline import StagedPipeline, backend_name, drop_unbegun
+from asyncdist.gpu.staged.pipeline import DROPPED_KEPT, StagedPipeline, backend_name, drop_unbegun
 from asyncdist.gpu.threads import Helpers, close_behind
 
 __all__ = ["PrivateInputs", "StagedPath"]
@@ -40,6 +41,7 @@ class StagedPath(DevicePath):
     def __init__(self, around: Surroundings) -> None:
         self._around = around
         self._pipelines: dict[int, StagedPipeline] = {}
+        self._dropped: dict[int, deque[int]] = {}  # by tag, before there is a pipeline
         self._helpers = Helpers(around.loop, (around.runtime, around.device))
         self._private = PrivateInputs(around, self._helpers)
 
@@ -61,7 +63,8 @@ class StagedPath(DevicePath):
             return
         pipeline = self._pipelines.get(work.tag)
         if pipeline is None:
-            pipeline = self._pipelines[work.tag] = StagedPipeline(self._around, work.tag, self._helpers)
+            dropped = self._dropped.pop(work.tag, ())
+            pipeline = self._pipelines[work.tag] = StagedPipeline(self._around, work.tag, self._helpers, dropped)
         call, on_end = self._private.of(call, on_end)
         pipeline.start(call, work, on_end)
 
@@ -69,7 +72,8 @@ class StagedPath(DevicePath):
         """See DevicePath."""
         pipeline = self._pipelines.get(tag)
         if pipeline is None:
-            drop_unbegun(self._around.exchange.host_backend(backend_name(tag)), sequence)
+            self._dropped.setdefault(tag, deque(maxlen=DROPPED_KEPT)).append(sequence)
+            drop_unbegun(self._around, self._around.exchange.host_backend(backend_name(tag)), sequence)
         else:
             pipeline.drop(sequence)
 

@@ -28,6 +28,7 @@ from asyncdist.gpu.path import OnEnd, Surroundings
 from asyncdist.gpu.staged.plan import Portion, host_call, portions, rounds_of
 from asyncdist.gpu.streams import tell_queued
 from asyncdist.gpu.threads import Helpers, close_all, close_behind, in_thread
+from asyncdist.transport.protocol.frame import key_prefix, unpack_key
 
 __all__ = [
     "BUFFERS",
@@ -48,6 +49,12 @@ SMALL_BUFFER_BYTES: Final = 64 << 10
 """A buffer of an operation of one portion that fits: the time of smaller ones does not depend on their size."""
 SMALL_BUFFERS: Final = 16
 """Small operations of a tag under way at once; the host's memory for them is 1 MiB."""
+
+DROPPED_KEPT: Final = 64
+"""Dropped operations of which parts may still come, until a later operation of the tag has ended."""
+
+OPERATION_BYTES: Final = 12
+"""What the keys of an operation's parts begin with: the backend's group and its tag, which is our sequence number."""
 
 _OUT: Final = 0
 _HOST: Final = 1
@@ -89,7 +96,8 @@ class _Operation:
 class StagedPipeline:
     """See the module."""
 
-    def __init__(self, around: Surroundings, tag: int, helpers: Helpers) -> None:
+    def __init__(self, around: Surroundings, tag: int, helpers: Helpers, dropped: Iterable[int] = ()) -> None:
+        """`dropped` are operations of the tag that were refused before there was a pipeline."""
         self._around = around
         self._size = len(around.ranks)
         self._backend = around.exchange.host_backend(backend_name(tag))
@@ -109,6 +117,7 @@ class StagedPipeline:
         )
         self._waiting: deque[_Operation] = deque()  # not all of their portions have been taken up
         self._operations: dict[int, _Operation] = {}
+        self._dropped = deque(dropped, DROPPED_KEPT)
         self._pumping = False
 
     def start(self, call: Call, work: CollectiveWork, on_end: OnEnd) -> None:
@@ -125,7 +134,8 @@ class StagedPipeline:
             self._stop(operation)
             self._pump()
             return
-        drop_unbegun(self._backend, sequence)
+        self._dropped.append(sequence)
+        drop_unbegun(self._around, self._backend, sequence)
 
     def waiting_for(self, sequence: int) -> tuple[int, ...]:
         """Global ranks."""
@@ -290,6 +300,9 @@ class StagedPipeline:
             return
         operation.stopped = True
         del self._operations[operation.work.number]
+        # Messages of a rank come in order: those of operations before this one are here, as a rule.
+        while self._dropped and self._dropped[0] < operation.work.number:
+            _drop_parked(self._around, self._backend, self._dropped.popleft())
         operation.on_end(operation.work, None)
 
     def _fail(self, operation: _Operation, error: BaseException) -> None:
@@ -305,6 +318,8 @@ class StagedPipeline:
         ahead = range(operation.number, operation.number + BUFFERS)  # what others may have begun already
         for number in {portion.number for portion in operation.live} | {0, *ahead}:
             self._backend.drop(sequence, number)
+        _drop_parked(self._around, self._backend, sequence)
+        self._dropped.append(sequence)
         for portion in tuple(operation.live):
             if portion.step == _HOST:
                 self._release(operation, portion)
@@ -337,10 +352,21 @@ def backend_name(tag: int) -> str:
     return f"staged {tag}"
 
 
-def drop_unbegun(backend: AioBackend, sequence: int) -> None:
+def drop_unbegun(around: Surroundings, backend: AioBackend, sequence: int) -> None:
     """Forget an operation that was not begun here, and what others may have begun of it."""
     for number in range(BUFFERS + 1):
         backend.drop(sequence, number)
+    _drop_parked(around, backend, sequence)
+
+
+def _drop_parked(around: Surroundings, backend: AioBackend, sequence: int) -> None:
+    """Forget parts that have come of a dropped operation: a rank that only sends gets further ahead than BUFFERS."""
+    keys: list[bytes] = []
+    operation = key_prefix(backend.group_id, sequence, 0)[:OPERATION_BYTES]
+    for core in filter(None, around.mesh.cores):
+        core.tell_parked(operation, lambda _rank, key, _parked: keys.append(key))
+    for key in keys:
+        backend.drop(sequence, unpack_key(key).sequence)
 
 
 class PinnedSlots:

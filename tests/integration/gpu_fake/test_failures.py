@@ -135,6 +135,29 @@ def test_a_refused_operation_leaves_the_group_usable(ahead: int) -> None:
     run_failing(3, main, may_differ=False)
 
 
+def test_parts_of_a_refused_operation_give_their_credit_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The root of a broadcast waits for no rank: it has sent more parts than a pipeline has buffers."""
+    monkeypatch.setenv("ASYNCDIST_CUDA_PATH", "staged")
+
+    async def main(at: GpuRank) -> None:
+        peer = at.group.world.mesh.peer(1 - at.rank)
+        x = at.array(np.ones(4, np.float32))
+        await dist.all_reduce(x)
+        if at.rank == 0:
+            work = dist.broadcast_coalesced([at.array(np.ones(1 << 15, np.float32)) for _ in range(40)], 0)
+            await eventually(lambda: peer.statistics()["offered"])  # the first parts are eager
+            await at.world.store.set("sent", b"")
+            assert "refused" in str(await failure_of(work))
+        else:
+            await at.world.store.wait(["sent"])
+            with pytest.raises(TypeError):
+                dist.all_reduce("no array")
+        await dist.all_reduce(x)
+        await eventually(lambda: not peer.statistics()["parked_messages"] and not peer.statistics()["offered"])
+
+    run_gpu(2, main)
+
+
 def test_many_refusals_in_a_row() -> None:
     async def main(at: GpuRank) -> None:
         for round_number in range(6):
