@@ -17,11 +17,12 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test retest check bench prove sim soak multinode gpu clean
+.PHONY: help demo test test-rest torch retest check bench prove sim soak multinode gpu clean
 
 help:
 	@echo "make demo       train on handwritten digits with 4 ranks"
 	@echo "make test       run the tests"
+	@echo "make test-rest  run what it leaves out for its time: tests of bench/, the proof of more worlds, long sweeps"
 	@echo "make retest     run alone, five times each, the few tests that failed in it"
 	@echo "make check      lint, formatting, types"
 	@echo "make bench      measure beside the neighbors that are installed"
@@ -58,6 +59,21 @@ ifeq ($(strip $(ARGS)),)
 else
 	$(BIN)/python -m pytest $(ARGS)
 endif
+
+# What make test puts off (markers bench and thorough); .ci/run runs both. pytest's 1: see above.
+test-rest: $(VENV)/.dev
+	@rm -f $(LAST_FAILED) .pytest_cache/unsteady; \
+	ASYNCDIST_FEWER_CASES=rest $(BIN)/python -m pytest -q -n 3 --dist worksteal tests $(ARGS) || { code=$$?; \
+	  [ $$code -le 1 ] || rm -f $(LAST_FAILED); exit $$code; }
+
+# torch as pyproject.toml names it: for tests that compare with it, which are skipped where it is not installed.
+torch: $(VENV)/.torch
+$(VENV)/.torch: pyproject.toml | $(VENV)/.dev
+	@echo "installing torch into $(VENV)"
+	@$(PIP) install $$($(BIN)/python -c 'import tomllib; \
+	  extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
+	  print(*[one for one in extras["peers"] if one.startswith("torch")])')
+	@touch $@
 
 retest: $(VENV)/.dev
 	$(BIN)/python tests/retest.py

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 import fewer_cases
 import pytest
 import pytest_asyncio
+import slow_cases
 import uvloop
 
 try:
@@ -42,13 +43,22 @@ def pytest_asyncio_loop_factories(
     return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
 
+@pytest.hookimpl(trylast=True)  # once the folders have marked theirs
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what others of the same test stand for, where that is asked for."""
-    if os.environ.get(fewer_cases.VARIABLE):
-        left_out = fewer_cases.left_out(items)
+    if which := os.environ.get(fewer_cases.VARIABLE):
+        left_out = fewer_cases.left_out(items, rest=which == fewer_cases.REST)
         config.hook.pytest_deselected(items=left_out)
         gone = {*left_out}
         items[:] = [item for item in items if item not in gone]
+    slow_cases.remember(items)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what the slow cases took, and name those that do not say why."""
+    reports = (one for some in terminalreporter.stats.values() for one in some if isinstance(one, pytest.TestReport))
+    for line in slow_cases.Durations(reports).lines():
+        terminalreporter.write_line(line)
 
 
 def pytest_collection() -> None:

@@ -4,7 +4,11 @@ Of three parameters or more, those with every pair of values of any two: what go
 together, and a third hardly ever has to be just right, too. So of loops, transports and sizes every loop is run with
 every transport, every transport with every size and every size with every loop, in fewer cases than the product has.
 
-Of a range of seeds, the first third: seeds are as good as one another. Of random examples of a property, `examples`.
+A unit test with one parameter runs each value on one of the event loops, by turns: units do no input and output, which
+is what loops differ in. Of a range of seeds, the first third: seeds are as good as one another. Of random examples of a
+property, `examples`.
+
+Cases marked `bench` or `thorough` are left to `make test-rest`, which runs nothing else; `.ci/run` runs both.
 """
 
 from __future__ import annotations
@@ -16,10 +20,18 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Final
 
-__all__ = ["SEEDS", "VARIABLE", "covering", "examples", "left_out"]
+__all__ = ["REST", "SEEDS", "VARIABLE", "covering", "examples", "left_out"]
 
 VARIABLE: Final = "ASYNCDIST_FEWER_CASES"
-"""Of the environment: set, and not to nothing, where fewer are enough."""
+"""Of the environment: set, and not to nothing, where fewer are enough; to REST for those that were put off."""
+
+REST: Final = "rest"
+
+PUT_OFF: Final = ("bench", "thorough")
+"""Markers of cases that `make test` leaves to `make test-rest`."""
+
+LOOP: Final = "_asyncio_loop_factory"
+"""The parameter with which pytest-asyncio runs a test on each event loop."""
 
 SEEDS: Final = 1 / 3
 """Of those that a test has, rounded up."""
@@ -42,13 +54,16 @@ def covering(rows: Sequence[Sequence[Hashable]]) -> set[int]:
     return chosen
 
 
-def left_out(items: Iterable[Any]) -> list[Any]:
-    """Return those of pytest's `items` that need not be run beside the others."""
+def left_out(items: Iterable[Any], rest: bool = False) -> list[Any]:
+    """Return those of pytest's `items` that need not be run beside the others: of the rest, or of all but the rest."""
+    gone = []
     tests: dict[Hashable, list[Any]] = defaultdict(list)
     for item in items:
-        if hasattr(item, "callspec"):
+        if any(item.get_closest_marker(name) for name in PUT_OFF) != rest:
+            gone.append(item)
+        elif hasattr(item, "callspec"):
             tests[item.parent, item.originalname].append(item)
-    return [item for cases in tests.values() for item in _left_out(cases)]
+    return gone + [item for cases in tests.values() for item in _left_out(cases)]
 
 
 def _left_out(cases: Sequence[Any]) -> list[Any]:
@@ -62,8 +77,24 @@ def _left_out(cases: Sequence[Any]) -> list[Any]:
     if len(rows[0]) > 2:
         chosen = covering(rows)
         kept = [case for number, case in enumerate(kept) if number in chosen]
+    elif len(rows[0]) == 2 and LOOP in kept[0].callspec.params and "unit" in kept[0].path.parts:
+        kept = _by_turns(kept)
     gone = {id(case) for case in cases} - {id(case) for case in kept}
     return [case for case in cases if id(case) in gone]
+
+
+def _by_turns(cases: Sequence[Any]) -> list[Any]:
+    """Keep every value on one loop: on the one and the other by turns."""
+    loops = list(dict.fromkeys(id(case.callspec.params[LOOP]) for case in cases))
+    others: dict[Hashable, list[Any]] = defaultdict(list)
+    for case in cases:
+        values = {name: id(value) for name, value in case.callspec.params.items() if name != LOOP}
+        others[tuple(sorted(values.items()))].append(case)
+    kept = []
+    for number, same in enumerate(others.values()):
+        loop = loops[number % len(loops)]
+        kept += [case for case in same if id(case.callspec.params[LOOP]) == loop] or same
+    return kept
 
 
 def _values(case: Any) -> list[tuple[int, ...]]:

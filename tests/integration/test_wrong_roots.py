@@ -106,8 +106,16 @@ ROOTS = ("everyone its own", "the next", "one differs")
 
 @pytest.mark.parametrize("transport", ["auto", "unix", "tcp"])
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5])
-@pytest.mark.parametrize("size", [4, 2000, 200_000, 8 << 20])
+@pytest.mark.parametrize("size", [4, 2000, 200_000, pytest.param(8 << 20, marks=pytest.mark.thorough)])
 def test_every_rank_reads_what_both_sides_run(world_size: int, size: int, transport: str) -> None:
+    expect_both_sides(world_size, size, transport)
+
+
+def test_every_rank_reads_it_of_long_ones() -> None:
+    expect_both_sides(3, 8 << 20, "auto")
+
+
+def expect_both_sides(world_size: int, size: int, transport: str) -> None:
     cases = [(name, roots, size) for name in NAMES for roots in ROOTS]
     code = f"CASES, AT_ONCE = {cases!r}, {8 if size > 1 << 20 else 24}\n{CALLS}"
     wrong = []

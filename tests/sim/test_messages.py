@@ -21,7 +21,9 @@ def run_seed(seed: int) -> list[Notes]:
     return run_world(RANKS, main, seed=seed)
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS, BLOCK))
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(first, marks=pytest.mark.thorough) for first in range(BLOCK, SEEDS, BLOCK))]
+)
 def test_what_is_acknowledged_is_received_once_and_in_order(first: int) -> None:
     for seed in range(first, first + BLOCK):
         problems = problems_of(run_seed(seed))

@@ -71,7 +71,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "first" in metafunc.fixturenames:
         seeds = int(os.environ.get("ASYNCDIST_SIM_SEEDS", SEEDS))
         blocks = [(first, min(first + BLOCK, seeds)) for first in range(0, seeds, BLOCK)]
-        metafunc.parametrize(("first", "last"), blocks, ids=[f"{first}-{last - 1}" for first, last in blocks])
+        ids = [f"{first}-{last - 1}" for first, last in blocks]
+        cases = [blocks[0], *(pytest.param(*block, marks=pytest.mark.thorough) for block in blocks[1:])]
+        metafunc.parametrize(("first", "last"), cases, ids=ids)
 
 
 def test_without_faults_every_result_is_right(first: int, last: int) -> None:

@@ -22,6 +22,13 @@ def _start(command: list[str], *, preexec_fn: Any, **options: Any) -> subprocess
     return subprocess.Popen(command, preexec_fn=preexec_fn, **options)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what tests bench/: it is run by .ci/run."""
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.bench)
+
+
 @pytest.fixture(autouse=True)
 def ranks_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left out before they run, they do themselves (to die with their parent) or do not need."""

@@ -206,7 +206,7 @@ def test_a_forked_child_touches_nothing() -> None:
     run_ranks(code, 3)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_random_operations_on_ranks_that_are_stopped_at_random(seed: int) -> None:
     """`make soak` runs a million."""
     soaked = soak(1500, 4, seed)

@@ -44,7 +44,7 @@ def runtime() -> Iterator[FakeRuntime]:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_sizes(runtime: FakeRuntime, path: type[DevicePath], size: int, check: Check) -> None:
     async def main(rank: PathRank) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fewer_cases import covering, left_out
+from fewer_cases import LOOP, covering, left_out
 
 
 def pairs(rows: Sequence[Sequence[object]]) -> set[object]:
@@ -29,14 +30,18 @@ def test_of_two_columns_every_row_is_there() -> None:
     assert covering(rows) == set(range(12))
 
 
-def case(test: str, marks: Sequence[tuple[object, ...]] = (), **params: object) -> Any:
+def case(
+    test: str, marks: Sequence[tuple[object, ...]] = (), marker: str = "", path: str = "file", **params: object
+) -> Any:
     """As pytest's item for one case of a test."""
     found = [SimpleNamespace(args=mark) for mark in marks]
     return SimpleNamespace(
         parent="file",
+        path=Path(path),
         originalname=test,
         callspec=SimpleNamespace(params=params),
         iter_markers=lambda name: found if name == "parametrize" else [],
+        get_closest_marker=lambda name: name == marker,
     )
 
 
@@ -44,7 +49,8 @@ def test_tests_are_judged_one_by_one() -> None:
     product = list(itertools.product("ab", "ab", "ab"))
     three = [case("three", x=x, y=y, z=z) for x, y, z in product]
     two = [case("two", x=x, y=y) for x, y, _ in product[::2]]
-    others = [SimpleNamespace(parent="file", originalname="none"), case("alone", x=1, y=2, z=3)]
+    plain = SimpleNamespace(parent="file", originalname="none", get_closest_marker=lambda name: None)
+    others = [plain, case("alone", x=1, y=2, z=3)]
     gone = left_out([*three, *two, *others])
     assert len(gone) == 4
     assert all(any(one is item for item in three) for one in gone)
@@ -68,3 +74,26 @@ def test_what_is_listed_in_one_decorator_is_one_value(names: object) -> None:
     """Each line was thought of by somebody."""
     product = list(itertools.product("ab", "ab", "ab"))
     assert not left_out([case("listed", [(names, product)], x=x, y=y, z=z) for x, y, z in product])
+
+
+@pytest.mark.parametrize("marker", ["bench", "thorough"])
+def test_what_is_put_off_is_all_that_the_rest_has(marker: str) -> None:
+    """And its values are covered by no case that is not run."""
+    product = list(itertools.product("ab", "ab", "ab"))
+    now = [case("test", x=x, y=y, z=z) for x, y, z in product if x == "a"]
+    later = [case("test", marker=marker, x=x, y=y, z=z) for x, y, z in product if x == "b"]
+    for rest, run, gone in ((False, now, later), (True, later, now)):
+        left = left_out([*now, *later], rest=rest)
+        assert all(any(one is item for item in left) for one in gone)
+        assert not any(one is item for item in left for one in run)
+
+
+def test_units_with_one_parameter_run_on_the_loops_by_turns() -> None:
+    def cases(path: str) -> list[Any]:
+        return [case("test", path=path, **{LOOP: loop, "x": x}) for loop in ("one", "two") for x in range(5)]
+
+    assert not left_out(cases("tests/integration/test_x.py"))
+    units = cases("tests/unit/test_x.py")
+    gone = left_out(units)
+    kept = [tuple(one.callspec.params.values()) for one in units if not any(one is item for item in gone)]
+    assert sorted(kept, key=lambda row: row[1]) == [("one", 0), ("two", 1), ("one", 2), ("two", 3), ("one", 4)]
