@@ -22,8 +22,10 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /pro
 NAMED_S = 1.0
 """Within which a rank that is gone is named."""
 BUSY_S = 2.0
-SILENT_S = 30.0
-"""A host that answers nothing was dialed for a minute; one try takes 10 s, and whether it is gone is asked at 19 s."""
+ATTEMPT_S = 1.0
+SILENT_S = 15.0
+"""A host that answers nothing was dialed for a minute; one try takes ATTEMPT_S here, and then it is asked whether it is
+gone."""
 
 RANK = """
 import contextlib, json, pathlib, socket
@@ -177,7 +179,11 @@ def test_who_dials_another_host_hears_who_was_killed_there(tmp_path: Any) -> Non
 
 def test_whose_host_answers_no_more_is_dialed_no_longer_than_the_store_knows_it(tmp_path: Any) -> None:
     """A listener whose queue is full answers nobody, as a host that is down."""
-    code = """
+    code = f"""
+    from asyncdist.transport.connections import dialer
+
+    dialer.ATTEMPT_TIMEOUT_S = {ATTEMPT_S}
+
     async def main():
         group = await dist.init_process_group(timeout=60)
         elsewhere(group)

@@ -20,6 +20,8 @@ from asyncdist.errors import (
     DistError,
     PeerLostError,
 )
+from asyncdist.gpu import pairs as gpu_pairs
+from asyncdist.gpu.nccl import path as nccl_path
 from asyncdist.gpu.staged import message as staged_message
 
 DTYPES = ["bool", "int16", "int64", "float16", "float64", "complex64", ml_dtypes.bfloat16]
@@ -187,7 +189,10 @@ def test_messages_wait_for_what_was_queued_before(nccl: bool) -> None:
 
 
 @ways
-def test_a_lost_peer_ends_messages(nccl: bool) -> None:
+def test_a_lost_peer_ends_messages(nccl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_pairs, "ENDING_S", 0.3)  # what the dead rank sends never ends
+    monkeypatch.setattr(nccl_path, "ENDING_S", 0.3)
+
     async def main(at: GpuRank) -> None:
         if at.rank == 1:
             gate = at.cuda.runtime.hold(at.cuda.runtime.current_stream(at.device))
