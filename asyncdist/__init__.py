@@ -91,6 +91,7 @@ from asyncdist.api.subgroups import (
     shrink_group,
     split_group,
 )
+from asyncdist.arrays import reduce_op as reduce_op  # `dist.reduce_op.SUM`, as torch's tutorials write it
 from asyncdist.arrays.reduce_op import ReduceOp
 from asyncdist.collectives.backend import Backend
 from asyncdist.concurrency.loop import run

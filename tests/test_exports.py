@@ -86,3 +86,8 @@ async def test_the_world_is_spelled_as_in_torch() -> None:
 def test_import_opens_and_starts_nothing() -> None:
     done = subprocess.run([sys.executable, "-c", IMPORT_QUIETLY], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_torchs_old_name_of_operations_is_there() -> None:
+    for name in ("SUM", "PRODUCT", "MIN", "MAX"):
+        assert getattr(asyncdist.reduce_op, name) is getattr(asyncdist.ReduceOp, name)
