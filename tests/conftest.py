@@ -32,6 +32,9 @@ os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="asyncdist-tests-")
 """Where stores on loopback keep their user's token: not where the user's own stores do."""
 atexit.register(shutil.rmtree, os.environ["XDG_RUNTIME_DIR"], ignore_errors=True)
 
+HANGS = 5 / 6
+"""Of the time after which faulthandler ends the process: then an asynchronous test is cancelled, and fails alone."""
+
 GARBAGE = 20_000
 """Objects made and not freed between two collections."""
 
@@ -85,13 +88,23 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture
-async def watched_loop() -> AsyncIterator[None]:
-    """Fail an asynchronous test on unhandled loop exceptions and on tasks that outlive it."""
+async def watched_loop(request: pytest.FixtureRequest) -> AsyncIterator[None]:
+    """Fail an asynchronous test on unhandled loop exceptions, on tasks that outlive it, and when it hangs."""
     loop = asyncio.get_running_loop()
     unhandled: list[dict[str, object]] = []
     loop.set_exception_handler(lambda _loop, context: unhandled.append(context))
     before = asyncio.all_tasks()
+
+    def give_up() -> None:
+        for task in asyncio.all_tasks() - before:
+            task.print_stack()
+            task.cancel(f"the test hangs: it has taken {limit_s:g} s")
+
+    limit_s = HANGS * float(request.config.getini("faulthandler_timeout") or 0)
+    timer = loop.call_later(limit_s, give_up) if limit_s else None
     yield
+    if timer is not None:
+        timer.cancel()
     await asyncio.sleep(0)
     leaked = asyncio.all_tasks() - before - {asyncio.current_task()}
     assert not unhandled, f"unhandled in the event loop: {unhandled}"

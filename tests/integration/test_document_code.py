@@ -123,6 +123,7 @@ def test_tests_pass(code: str) -> None:
         names[name]()
 
 
+@pytest.mark.slow("runs the code of many pages on four ranks")
 def test_scripts_run_on_four_ranks(tmp_path: Path) -> None:
     scripts = []
     for block in of_kind("script"):

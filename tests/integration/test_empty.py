@@ -147,6 +147,7 @@ dist.run(main())
 """
 
 
+@pytest.mark.slow("makes thousands of arrays")
 def test_segments_of_thousands_of_arrays_are_given_back_on_both_sides() -> None:
     run_ranks(REUSED, 2, timeout_s=120.0)
 

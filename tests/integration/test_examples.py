@@ -91,6 +91,7 @@ def test_shards_make_up_the_same_batches_for_any_world_size(
         assert np.array_equal(whole, batch.images)
 
 
+@pytest.mark.slow("trains")
 def test_the_demo_learns_and_all_ranks_agree() -> None:
     done = launch(2, DEMO, "--compare")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -100,6 +101,7 @@ def test_the_demo_learns_and_all_ranks_agree() -> None:
     assert abs(float(summary[1]) - float(summary[2])) <= 0.003
 
 
+@pytest.mark.slow("runs every example on four ranks")
 def test_the_short_examples_print_what_they_say(tmp_path: Path) -> None:
     """Each twice: with asyncio and without."""
     scripts = [EXAMPLES / f"{name}{variant}.py" for variant in ("", "_blocking") for name in PRINTED]
@@ -133,6 +135,7 @@ def test_every_example_is_tested_and_says_how_to_run_it() -> None:
         assert f"examples/{path.name.replace('_blocking', '')}" in readme
 
 
+@pytest.mark.slow("runs an example of seven processes")
 def test_weights_are_updated_while_servers_answer() -> None:
     done = launch(5, UPDATE, "--updates", "1", "--megabytes", "4")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -152,6 +155,7 @@ def test_weights_are_updated_while_servers_answer() -> None:
     assert "[rank 1] update 3 failed, version 1 stays: CollectiveMismatchError" in done.stdout
 
 
+@pytest.mark.slow("runs an example of several processes")
 def test_an_update_in_place_is_noticed(tmp_path: Path) -> None:
     """At the latest when the trainer has been killed, with half of the layers overwritten."""
     source = UPDATE.read_text()
@@ -196,6 +200,7 @@ def test_the_demo_fails_where_it_must(tmp_path: Path, epochs: int, drift: float,
     assert re.search(printed, done.stdout), done.stdout
 
 
+@pytest.mark.slow("runs an example of several processes")
 @pytest.mark.parametrize("arrays", ["numpy", "fake"])
 def test_weights_from_one_gpu_to_others(arrays: str) -> None:
     done = launch(3, GPU_UPDATE, "--arrays", arrays, "--updates", "3", "--megabytes", "4")

@@ -15,6 +15,7 @@ SEEDS = (1, 3, 5)
 """With the first the ranks are idle when one of them is killed."""
 
 
+@pytest.mark.slow("kills ranks at many moments")
 @pytest.mark.parametrize(("seed", "transport"), list(zip(SEEDS, TRANSPORTS, strict=True)))
 def test_survivors_know_who_go_on_and_leave_nothing(seed: int, transport: str) -> None:
     assert not kill(seed, transport, noticed_s=BUSY_S)

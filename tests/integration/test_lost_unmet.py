@@ -177,6 +177,7 @@ def test_who_dials_another_host_hears_who_was_killed_there(tmp_path: Any) -> Non
     assert all("its own to the store has ended" in text for *_, text in found), found
 
 
+@pytest.mark.slow("waits until a host does not answer")
 def test_whose_host_answers_no_more_is_dialed_no_longer_than_the_store_knows_it(tmp_path: Any) -> None:
     """A listener whose queue is full answers nobody, as a host that is down."""
     code = f"""
@@ -222,6 +223,7 @@ def test_who_was_killed_before_it_took_connections(tmp_path: Any) -> None:
     assert [line[:2] for line in found] == [["PeerLostError", 2]] * 4, found
 
 
+@pytest.mark.slow("a rank is away for two seconds")
 @pytest.mark.parametrize("elsewhere", [False, True])
 @pytest.mark.parametrize("how", ["computes", "is stopped"])
 def test_who_computes_or_is_stopped_is_waited_for(how: str, elsewhere: bool) -> None:

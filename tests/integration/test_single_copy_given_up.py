@@ -238,6 +238,7 @@ dist.run(main())
 """
 
 
+@pytest.mark.slow("moves many long messages")
 def test_arrays_are_used_again_as_soon_as_their_messages_are_over() -> None:
     """Nothing is read or written late, whichever end has given up, or both."""
     for rank in run_ranks(PRELUDE + USED_AGAIN, 3):

@@ -104,6 +104,7 @@ NAMES = (
 ROOTS = ("everyone its own", "the next", "one differs")
 
 
+@pytest.mark.slow("makes 48 groups on up to five ranks")
 @pytest.mark.parametrize("transport", ["auto", "unix", "tcp"])
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5])
 @pytest.mark.parametrize("size", [4, 2000, 200_000, pytest.param(8 << 20, marks=pytest.mark.thorough)])
@@ -111,6 +112,7 @@ def test_every_rank_reads_what_both_sides_run(world_size: int, size: int, transp
     expect_both_sides(world_size, size, transport)
 
 
+@pytest.mark.slow("moves 48 long vectors")
 def test_every_rank_reads_it_of_long_ones() -> None:
     expect_both_sides(3, 8 << 20, "auto")
 

@@ -21,6 +21,7 @@ def run_seed(seed: int) -> list[Notes]:
     return run_world(RANKS, main, seed=seed)
 
 
+@pytest.mark.slow("runs 20 programs")
 @pytest.mark.parametrize(
     "first", [0, *(pytest.param(first, marks=pytest.mark.thorough) for first in range(BLOCK, SEEDS, BLOCK))]
 )

@@ -46,6 +46,7 @@ CANARY_SEEDS = 200
 """One in sixty notices the planted fault that shows least."""
 
 
+@pytest.mark.slow("runs until everything has happened")
 @pytest.mark.parametrize("mode", ["memory", "durable"])
 def test_every_promise_is_kept(mode: str) -> None:
     totals = run_seeds(dict.fromkeys([*range(SEEDS), *RARE_SEEDS[mode]]), mode)
@@ -57,6 +58,7 @@ def test_every_promise_is_kept(mode: str) -> None:
     assert not totals.untested(mode), f"never happened: {totals.untested(mode)}\n{totals.report()}"
 
 
+@pytest.mark.slow("starts an interpreter that runs the seeds again")
 @pytest.mark.parametrize("mode", ["memory", "durable"])
 def test_a_seed_is_one_run(mode: str) -> None:
     """Also in another process, where sets and dicts of bytes have another order."""

@@ -76,10 +76,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(("first", "last"), cases, ids=ids)
 
 
+@pytest.mark.slow("runs 50 programs")
 def test_without_faults_every_result_is_right(first: int, last: int) -> None:
     run_block(first, last, faulty=False)
 
 
+@pytest.mark.slow("runs 50 programs")
 def test_with_faults_every_operation_ends_as_promised(first: int, last: int) -> None:
     run_block(first, last, faulty=True)
 
@@ -157,6 +159,7 @@ def test_news_nobody_hears_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         run_block(0, 40, faulty=True)
 
 
+@pytest.mark.slow("runs programs until one notices")
 def test_an_array_still_used_after_an_abort_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Execution, "stop", lambda self: None)
     monkeypatch.setattr(AioBackend, "abort", lambda self, error: None)

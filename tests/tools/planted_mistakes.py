@@ -28,7 +28,7 @@ PACKAGES = ("asyncdist", "server/asyncdist_server")
 LIMIT_S = 240.0
 """Of the tests of one mistake."""
 HANGS_S = 60
-"""A test that takes longer hangs."""
+"""A test that takes longer ends the process; one that is asynchronous is cancelled and fails a little before."""
 
 
 class Mistake(NamedTuple):

@@ -35,6 +35,7 @@ def forked_processes(monkeypatch):
     monkeypatch.setattr(processes, "spawn", partial(spawn, start_method="forkserver"))
 
 
+@pytest.mark.slow("measures a host")
 @pytest.mark.usefixtures("forked_processes")
 def test_it_measures_writes_and_shows(tmp_path, monkeypatch):
     """With smaller collectives than users': most of the time went into moving their bytes."""
@@ -122,6 +123,7 @@ def test_constants_are_those_measured():
     assert constants.between is None
 
 
+@pytest.mark.slow("measures each of 60 candidates")
 def test_a_check_measures_every_candidate_and_changes_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("asyncdist.cli.tune_check.CHECKED_SIZES", (1024,))
     command = ("--check", "--transport", "tcp", "--seconds", "0.05", "--output", str(tmp_path / "mine.json"))

@@ -23,6 +23,7 @@ def launch(path: Path, *, ranks: int = 2, transport: str = "tcp") -> subprocess.
     return run(*command, "--output", str(path), ASYNCDIST_TRANSPORT=transport, ASYNCDIST_TUNING="off")
 
 
+@pytest.mark.slow("starts ranks and measures")
 def test_the_link_is_kept_beside_what_the_file_says(tmp_path):
     path = tmp_path / "tuning.json"
     host = replace(ASYNCIO_LOOPBACK, alpha_s=0.000123)
@@ -43,6 +44,7 @@ def test_the_link_is_kept_beside_what_the_file_says(tmp_path):
     assert used.constants.between == found.between
 
 
+@pytest.mark.slow("starts ranks and measures")
 def test_ranks_of_one_host_have_none(tmp_path):
     if sys.platform != "linux":
         pytest.skip("only on Linux ranks of a host share memory")

@@ -115,6 +115,7 @@ def cluster(folder: Path, source: str, **changes: str) -> Iterator[Nodes]:
         yield Nodes(stack, write_script(folder, source), folder, ASYNCDIST_STORE=server.address, **changes)
 
 
+@pytest.mark.slow("six rounds of a job")
 def test_nodes_come_are_killed_are_replaced_and_leave(tmp_path: Path) -> None:
     with cluster(tmp_path, WAIT) as nodes:
         nodes.times = PATIENT
@@ -187,6 +188,7 @@ def test_who_finds_no_place_waits_for_one(tmp_path: Path) -> None:
         assert returncode == 0, stderr
 
 
+@pytest.mark.slow("waits for nodes that do not come")
 def test_too_few_nodes_are_an_error_that_says_who_was_lost(tmp_path: Path) -> None:
     with cluster(tmp_path, WAIT) as nodes:
         alone = nodes.start("--join-timeout=0.5", nnodes="2:3")
@@ -228,6 +230,7 @@ def test_a_worker_that_takes_its_launcher_along_is_a_loss_and_no_failure(tmp_pat
         assert outcomes(survivor) == [0]
 
 
+@pytest.mark.slow("waits until a launcher is taken for lost")
 def test_a_launcher_that_was_stopped_for_long_joins_anew(tmp_path: Path) -> None:
     with cluster(tmp_path, WAIT) as nodes:
         first = nodes.start(nnodes="1:2")
@@ -245,6 +248,7 @@ def test_a_launcher_that_was_stopped_for_long_joins_anew(tmp_path: Path) -> None
         assert "this node was taken for lost" in results[0][1]
 
 
+@pytest.mark.slow("waits until a store is given up")
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
 def test_the_launcher_that_hosts_the_store_ends_the_job_and_it_says_why(tmp_path: Path, signum: signal.Signals) -> None:
     with ExitStack() as stack:

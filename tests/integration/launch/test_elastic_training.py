@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
+import pytest
 from launching import DEADLINE_S, run, running, until
 
 from asyncdist_server import serve_in_thread
@@ -29,6 +30,7 @@ def progressed(path: Path) -> None:
     until(lambda: step_in(path) > before, f"a checkpoint after step {before}")
 
 
+@pytest.mark.slow("trains through three rounds")
 def test_training_survives_the_loss_of_a_node_and_takes_in_another(tmp_path: Path) -> None:
     path, alone = tmp_path / "weights.npz", tmp_path / "alone.npz"
     with ExitStack() as stack:

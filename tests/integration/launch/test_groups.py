@@ -129,6 +129,7 @@ def test_the_report_is_of_the_cause_however_slowly_it_unwinds(tmp_path: Path) ->
     assert done.stderr.endswith("[rank 1] ZeroDivisionError: the cause\n")
 
 
+@pytest.mark.slow("spawns interpreters")
 @pytest.mark.usefixtures("no_job_in_the_environment")
 def test_spawned(tmp_path: Path) -> None:
     spawn(spawned, (str(tmp_path),), nprocs=3)

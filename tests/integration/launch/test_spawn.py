@@ -93,6 +93,7 @@ async def fail_in_a_coroutine(local_rank: int) -> None:
     raise ZeroDivisionError("in a coroutine")
 
 
+@pytest.mark.slow("spawns interpreters")
 def test_coroutine_functions_are_run(tmp_path: Path) -> None:
     spawn(exchange, (str(tmp_path),), nprocs=2)
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["[0.0, 1.0]"] * 2
@@ -140,6 +141,7 @@ def test_children_that_leave_without_a_word(code: int, exitcode: int, message: s
     assert (caught.value.rank, caught.value.exitcode) == (0, exitcode)
 
 
+@pytest.mark.slow("spawns interpreters")
 def test_join_in_pieces_and_terminate(tmp_path: Path) -> None:
     context = spawn(stay, (str(tmp_path),), nprocs=2, join=False, daemon=True)
     assert sorted(pids_in(tmp_path, 2)) == sorted(context.pids())

@@ -118,6 +118,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
         yield Job(stack, tmp_path)
 
 
+@pytest.mark.slow("is without a store for three seconds")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_store_that_is_gone_for_good_ends_nothing(job: Job, kind: str) -> None:
     job.script = write_script(job.folder, TALKING)
@@ -132,6 +133,7 @@ def test_a_store_that_is_gone_for_good_ends_nothing(job: Job, kind: str) -> None
     assert time.monotonic() - begun_s < END_S
 
 
+@pytest.mark.slow("is without a store for three seconds, and sees three more")
 @pytest.mark.parametrize("durable", [False, True])
 def test_a_store_that_comes_back_late_starts_nothing_anew(job: Job, tmp_path: Path, durable: bool) -> None:
     """It is away for longer than a node may be silent, and nobody is taken for lost."""
@@ -161,6 +163,7 @@ def test_a_worker_that_fails_without_a_store_ends_the_job_everywhere(job: Job, k
     assert all("rank 1 failed first: exit code 7" in stderr for _, stderr in results)
 
 
+@pytest.mark.slow("waits for looks at the store")
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_fixed_job_whose_launcher_is_killed_without_a_store_ends_and_names_it(job: Job, killed: int) -> None:
     with daemon(job.port) as store:
@@ -174,6 +177,7 @@ def test_a_fixed_job_whose_launcher_is_killed_without_a_store_ends_and_names_it(
     assert "its launcher was killed" in results[1 - killed][1]
 
 
+@pytest.mark.slow("waits for looks at the store")
 @pytest.mark.parametrize("killed", [0, 1])
 def test_an_elastic_job_that_loses_a_node_waits_for_the_store(job: Job, killed: int) -> None:
     with daemon(job.port) as store:
@@ -193,6 +197,7 @@ def test_an_elastic_job_that_loses_a_node_waits_for_the_store(job: Job, killed: 
     assert results[1 - killed][0] == 0, results
 
 
+@pytest.mark.slow("waits for looks at the store")
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_outage_that_is_too_long_ends_the_job_and_says_so(job: Job, kind: str) -> None:
     with daemon(job.port) as store:

@@ -181,6 +181,7 @@ def test_a_blocking_store_takes_tls(certificates: Certificates, server: Threaded
         assert store.add("blocking", 3) == 3
 
 
+@pytest.mark.slow("spawns interpreters")
 def test_spawned_children_reach_a_daemon_with_tls(
     tmp_path: Path, certificates: Certificates, server: ThreadedServer
 ) -> None:

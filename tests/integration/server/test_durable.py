@@ -128,6 +128,7 @@ async def test_what_was_under_way_is_applied_once(tmp_path: Path, place: str) ->
             assert await store.queue_len("queue") == 1
 
 
+@pytest.mark.slow("starts a daemon for each instant")
 @pytest.mark.parametrize(
     ("place", "count"), [("begun", 40), ("written", 60), ("written", 120), ("committed", 90), ("checkpointed", 2)]
 )

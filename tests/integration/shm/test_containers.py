@@ -66,6 +66,7 @@ def short_path() -> Iterator[Path]:
         yield Path(name)
 
 
+@pytest.mark.slow("starts ranks in namespaces, which cannot be forked")
 @pytest.mark.parametrize("pid_namespaces", [False, True])
 def test_containers_that_share_a_directory_share_memory(short_path: Path, pid_namespaces: bool) -> None:
     sockets = short_path / "sockets"

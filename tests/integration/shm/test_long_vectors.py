@@ -66,6 +66,7 @@ dist.run(main())
 """
 
 
+@pytest.mark.slow("moves vectors of many mebibytes on three ranks")
 @pytest.mark.parametrize(("world", "empty"), [(2, "0"), (3, "1"), pytest.param(4, "0", marks=pytest.mark.thorough)])
 def test_every_collective_of_long_vectors_is_right(world: int, empty: str) -> None:
     for rank in run_ranks(LONG, world, {"EMPTY": empty}, 120.0):

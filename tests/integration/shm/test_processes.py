@@ -206,6 +206,7 @@ def test_a_forked_child_touches_nothing() -> None:
     run_ranks(code, 3)
 
 
+@pytest.mark.slow("a short soak of 1,500 operations")
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_random_operations_on_ranks_that_are_stopped_at_random(seed: int) -> None:
     """`make soak` runs a million."""

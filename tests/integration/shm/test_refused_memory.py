@@ -81,6 +81,7 @@ def mappings() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:asyncdist")
 
 
+@pytest.mark.slow("makes a world anew for each call that is refused")
 @pytest.mark.parametrize("turn", [0, *(pytest.param(turn, marks=pytest.mark.thorough) for turn in range(1, EVERY))])
 @pytest.mark.parametrize("length", [1, 1000])
 async def test_refused_at_any_call(length: int, turn: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from asyncdist_server.wire import messages as m
 pytestmark = pytest.mark.peers
 
 
+@pytest.mark.slow("torch imports and forks")
 @pytest.mark.parametrize(("program", "processes"), [("race", 4), ("hand_over", 4), ("wait_and_set", 3)])
 def test_processes_share_a_store(daemon: Daemon, jobs: Jobs, program: str, processes: int) -> None:
     jobs.run(program, processes, daemon.port)
@@ -63,6 +64,7 @@ WORKER = """
 """
 
 
+@pytest.mark.slow("torchrun starts interpreters that import torch")
 def test_torchrun_restarts_its_workers(daemon: Daemon, tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
     script.write_text(textwrap.dedent(WORKER))
@@ -75,6 +77,7 @@ def test_torchrun_restarts_its_workers(daemon: Daemon, tmp_path: Path) -> None:
     until_nothing_is_left(daemon)
 
 
+@pytest.mark.slow("torchrun starts interpreters that import torch")
 def test_two_agents_meet_and_their_job_can_be_run_again(daemon: Daemon, jobs: Jobs, tmp_path: Path) -> None:
     """A bystander keeps the port's namespace alive: the second run must not find the state of the first."""
     script = tmp_path / "worker.py"

@@ -101,6 +101,7 @@ def test_many_keys_at_once(store: Any) -> None:
     assert store.multi_get([]) == []
 
 
+@pytest.mark.slow("moves many mebibytes through torch")
 def test_values_of_many_mebibytes(store: Any, errors: Any) -> None:
     for size in (8 << 20, 64 << 20):  # the most that torch's server takes, and the most that this one does
         store.set("large", bytes(size))

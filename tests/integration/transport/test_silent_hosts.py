@@ -158,6 +158,7 @@ def line_of(process: subprocess.Popen[str], word: str) -> str:
     raise AssertionError(f"no line began with {word!r}: {''.join(seen)}")
 
 
+@pytest.mark.slow("waits for keep-alives")
 @pytest.mark.parametrize("what", ["busy", "idle"])
 def test_a_host_that_is_cut_off_is_named_on_both_sides(hosts: Hosts, what: str) -> None:
     ranks = hosts.start(RANK, what)
@@ -171,6 +172,7 @@ def test_a_host_that_is_cut_off_is_named_on_both_sides(hosts: Hosts, what: str) 
     assert time.monotonic() - began_s < LATE_S
 
 
+@pytest.mark.slow("waits for longer than keep-alives")
 def test_a_rank_that_is_stopped_is_not_lost(hosts: Hosts) -> None:
     """Its kernel answers for it, although a large message is on its way and finds no room."""
     ranks = hosts.start(STOPPED)

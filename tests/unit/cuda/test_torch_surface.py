@@ -39,6 +39,7 @@ print("fine")
 """Beside NCCL it is used as beside gloo here: by one rank, with a store of its own."""
 
 
+@pytest.mark.slow("imports torch")
 def test_torch_is_what_we_take_it_for() -> None:
     ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=LIMIT_S)
     assert ended.returncode == 0, ended.stderr

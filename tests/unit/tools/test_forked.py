@@ -44,6 +44,7 @@ def start(kind: type[subprocess.Popen[str]], *arguments: str, **options: Any) ->
     return kind([sys.executable, *arguments], **{**pipes, "text": True, **options})
 
 
+@pytest.mark.slow("starts interpreters")
 def test_it_is_told_the_same(tmp_path: Path) -> None:
     for _ in range(forked.SERVERS):  # which have all cores, as what has forked for other tests
         start(forked.Popen, "-c", "").communicate(timeout=LIMIT_S)

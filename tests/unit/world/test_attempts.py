@@ -222,6 +222,7 @@ async def test_attempts_that_failed_leave_little_behind() -> None:
         assert counts[-1] == counts[-2] == counts[-3]
 
 
+@virtually
 async def test_a_slow_rank_still_hears_what_became_of_its_attempt() -> None:
     """Two attempts have failed since, each of which swept what was left of the one before."""
     async with HashStore() as daemon:

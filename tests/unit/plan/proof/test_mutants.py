@@ -83,6 +83,7 @@ def check_by_execution(problems, plans, seed):
         check_barrier(problems, plans, rng)
 
 
+@pytest.mark.slow("plants 3,000 mistakes")
 def test_a_mistake_is_refused_or_makes_no_difference():
     rng = random.Random(3)
     chosen = list(samples(rng))
