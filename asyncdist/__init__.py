@@ -14,52 +14,65 @@ Processes find each other through a store, form groups, and await point-to-point
 Importing this package opens nothing and starts nothing.
 """
 
-from asyncdist.api.arrays import all_gather_array, broadcast_array, gather_array, scatter_array
-from asyncdist.api.batch import P2POp, batch_isend_irecv
 from asyncdist.api.coalesced import (
     all_gather_coalesced,
     all_gather_into_tensor_coalesced,
+    all_gather_multigpu,
     all_reduce_coalesced,
+    all_reduce_multigpu,
     broadcast_coalesced,
+    broadcast_multigpu,
+    reduce_multigpu,
+    reduce_scatter_multigpu,
     reduce_scatter_tensor_coalesced,
 )
 from asyncdist.api.collectives import (
     all_gather,
     all_gather_into_tensor,
     all_gather_single,
+    all_gather_stream,
     all_reduce,
+    all_to_all,
+    all_to_all_single,
     barrier,
     broadcast,
+    broadcast_stream,
+    exscan,
     gather,
+    monitored_barrier,
     reduce,
     reduce_scatter,
     reduce_scatter_single,
     reduce_scatter_tensor,
+    scan,
     scatter,
 )
-from asyncdist.api.exchange import all_to_all, all_to_all_single
-from asyncdist.api.groups import GroupMember, new_group
-from asyncdist.api.manual import complete_help as _complete_help
-from asyncdist.api.memory import empty, zeros
-from asyncdist.api.monitored import monitored_barrier
-from asyncdist.api.multi_device import (
-    all_gather_multigpu,
-    all_reduce_multigpu,
-    broadcast_multigpu,
-    reduce_multigpu,
-    reduce_scatter_multigpu,
+from asyncdist.api.groups import (
+    SHRINK_ABORT,
+    GroupMember,
+    destroy_process_group,
+    new_group,
+    new_subgroups,
+    new_subgroups_by_enumeration,
+    shrink_group,
+    split_group,
 )
+from asyncdist.api.manual import complete_help as _complete_help
 from asyncdist.api.objects import (
+    all_gather_array,
     all_gather_object,
+    broadcast_array,
     broadcast_object_list,
+    gather_array,
     gather_object,
     recv_object_list,
+    scatter_array,
     scatter_object_list,
     send_object_list,
 )
-from asyncdist.api.point_to_point import irecv, isend, recv, recv_array, send
+from asyncdist.api.point_to_point import P2POp, batch_isend_irecv, irecv, isend, recv, recv_array, send
 from asyncdist.api.queries import (
-    destroy_process_group,
+    empty,
     get_backend,
     get_backend_config,
     get_default_backend_for_device,
@@ -81,15 +94,7 @@ from asyncdist.api.queries import (
     is_ucc_available,
     is_xccl_available,
     supports_complex,
-)
-from asyncdist.api.scans import exscan, scan
-from asyncdist.api.streams import all_gather_stream, broadcast_stream
-from asyncdist.api.subgroups import (
-    SHRINK_ABORT,
-    new_subgroups,
-    new_subgroups_by_enumeration,
-    shrink_group,
-    split_group,
+    zeros,
 )
 from asyncdist.arrays import reduce_op as reduce_op  # `dist.reduce_op.SUM`, as torch's tutorials write it
 from asyncdist.arrays.reduce_op import ReduceOp

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 
-from asyncdist.api.unused import warn_unused
+from asyncdist.api.groups import warn_unused
 from asyncdist.collectives.backend import parse_backend
 from asyncdist.concurrency import trace as events
 from asyncdist.concurrency.deadline import DEFAULT_TIMEOUT_S, INHERIT, Deadline, Timeout, timeout_seconds

@@ -314,6 +314,6 @@ async def until_ended(works: Iterable[Work[Any]]) -> None:
     for work in list(works):
         if not work._done:
             ended = asyncio.Event()
-            # Not as its user asks: see `asyncdist.group.forgotten`.
+            # Not as its user asks: see `asyncdist.group.unretrieved`.
             Work.add_done_callback(work, lambda _work, ended=ended: ended.set())  # type: ignore[misc]
             await ended.wait()

@@ -12,20 +12,28 @@ from typing import Any
 from asyncdist.api.resolve import Group, resolve, root_of
 from asyncdist.arrays.reduce_op import ReduceOp, ReduceOpLike
 from asyncdist.concurrency.deadline import INHERIT, Timeout
+from asyncdist.group.methods.streams import DEFAULT_CHUNK_BYTES, ChunkStream
 from asyncdist.work import Work
 
 __all__ = [
     "all_gather",
     "all_gather_into_tensor",
     "all_gather_single",
+    "all_gather_stream",
     "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
     "barrier",
     "broadcast",
+    "broadcast_stream",
+    "exscan",
     "gather",
+    "monitored_barrier",
     "reduce",
     "reduce_scatter",
     "reduce_scatter_single",
     "reduce_scatter_tensor",
+    "scan",
     "scatter",
 ]
 
@@ -155,3 +163,83 @@ def barrier(group: Group = None, *, device_ids: Any = None, tag: int = 0, timeou
     """
     del device_ids
     return resolve(group).barrier(tag=tag, timeout=timeout)
+
+
+def all_to_all(
+    output_tensor_list: Sequence[Any],
+    input_tensor_list: Sequence[Any],
+    group: Group = None,
+    *,
+    tag: int = 0,
+    timeout: Timeout = INHERIT,
+) -> Work[Any]:
+    """Fill `output_tensor_list[r]` with what group rank r has for this rank; see `ProcessGroup.all_to_all`."""
+    return resolve(group).all_to_all(output_tensor_list, input_tensor_list, tag=tag, timeout=timeout)
+
+
+def all_to_all_single(
+    output: Any,
+    input: Any,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: Group = None,
+    *,
+    tag: int = 0,
+    timeout: Timeout = INHERIT,
+) -> Work[Any]:
+    """Send rows of `input` to every rank and fill `output` with theirs; see `ProcessGroup.all_to_all_single`."""
+    return resolve(group).all_to_all_single(
+        output, input, output_split_sizes, input_split_sizes, tag=tag, timeout=timeout
+    )
+
+
+def scan(
+    tensor: Any, op: ReduceOpLike = ReduceOp.SUM, group: Group = None, *, tag: int = 0, timeout: Timeout = INHERIT
+) -> Work[Any]:
+    """Reduce `tensor` over the group's ranks up to this one, in place; see `ProcessGroup.scan`."""
+    return resolve(group).scan(tensor, op, tag=tag, timeout=timeout)
+
+
+def exscan(
+    tensor: Any, op: ReduceOpLike = ReduceOp.SUM, group: Group = None, *, tag: int = 0, timeout: Timeout = INHERIT
+) -> Work[Any]:
+    """Reduce `tensor` over the group's ranks below this one, in place; see `ProcessGroup.exscan`."""
+    return resolve(group).exscan(tensor, op, tag=tag, timeout=timeout)
+
+
+def monitored_barrier(
+    group: Group = None, timeout: Timeout = INHERIT, wait_all_ranks: bool = False, *, tag: int = 0
+) -> Work[Any]:
+    """A barrier whose expiry names the ranks that did not come; see `ProcessGroup.monitored_barrier`."""
+    return resolve(group).monitored_barrier(timeout, wait_all_ranks, tag=tag)
+
+
+def broadcast_stream(
+    tensor: Any,
+    src: int | None = None,
+    group: Group = None,
+    *,
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    group_src: int | None = None,
+    tag: int = 0,
+    timeout: Timeout = INHERIT,
+) -> ChunkStream:
+    """Copy rank `src`'s `tensor` into everybody's, chunk by chunk; see `ProcessGroup.broadcast_stream`."""
+    found = resolve(group)
+    root = root_of(found, "broadcast_stream", tag, src, group_src, "src")
+    return found.broadcast_stream(tensor, root, chunk_bytes=chunk_bytes, tag=tag, timeout=timeout, in_global_ranks=True)
+
+
+def all_gather_stream(
+    output: Any,
+    input: Any,
+    group: Group = None,
+    *,
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    tag: int = 0,
+    timeout: Timeout = INHERIT,
+) -> ChunkStream:
+    """Gather everybody's `input` in `output`, chunk by chunk; see `ProcessGroup.all_gather_stream`."""
+    return resolve(group).all_gather_stream(
+        output, input, chunk_bytes=chunk_bytes, tag=tag, timeout=timeout, in_global_ranks=True
+    )

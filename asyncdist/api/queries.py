@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import numpy as np
 
 from asyncdist.api.resolve import Group, resolve
+from asyncdist.arrays.host import Array
 from asyncdist.arrays.reduce_op import ReduceOpLike
 from asyncdist.collectives.backend import Backend, parse_backend
 from asyncdist.collectives.executor import reduction
 from asyncdist.cuda import provider
 from asyncdist.group import default_group as context
 from asyncdist.group.methods.issuer import rank_number
+from asyncdist.group.methods.memory import DTypeLike, Shape
 from asyncdist.group.non_member import NonMember
 from asyncdist.group.process_group import ProcessGroup
 
 __all__ = [
-    "destroy_process_group",
+    "empty",
     "get_backend",
     "get_backend_config",
     "get_default_backend_for_device",
@@ -40,6 +41,7 @@ __all__ = [
     "is_ucc_available",
     "is_xccl_available",
     "supports_complex",
+    "zeros",
 ]
 
 
@@ -176,14 +178,11 @@ def supports_complex(reduceOp: ReduceOpLike) -> bool:
     return True
 
 
-async def destroy_process_group(group: Group = None) -> Any:
-    """Close `group`; without one, the default group and with it all groups of its world. See `ProcessGroup.close`.
+def empty(shape: Shape, dtype: DTypeLike = np.float32, group: Group = None) -> Array:
+    """An array in memory the host's ranks share: what is sent of it is not copied; see `ProcessGroup.empty`."""
+    return resolve(group).empty(shape, dtype)
 
-    Waits for everything under way, but for receives that nothing matched, which are withdrawn; then leaves, which peers
-    can tell from being lost. Raises, once, the first failure of a work that nobody asked about; ValueError without a
-    default group. A group that is closed, or of which this process is no member, stays as it is. Cancelling aborts what
-    is under way, and lets the bounded end finish first.
-    """
-    if isinstance(group, NonMember):
-        return
-    await resolve(group).close()
+
+def zeros(shape: Shape, dtype: DTypeLike = np.float32, group: Group = None) -> Array:
+    """The same, filled with zeros; see `ProcessGroup.zeros`."""
+    return resolve(group).zeros(shape, dtype)

@@ -18,25 +18,8 @@ Ctrl-C ends any waiting at once: a send or receive is withdrawn, unless it has m
 `destroy_process_group` aborts the group rather than wait for it.
 """
 
-from asyncdist.api import (
-    arrays,
-    batch,
-    coalesced,
-    collectives,
-    exchange,
-    groups,
-    memory,
-    monitored,
-    multi_device,
-    objects,
-    point_to_point,
-    queries,
-    scans,
-    streams,
-    subgroups,
-)
-from asyncdist.api.groups import GroupMember
-from asyncdist.api.subgroups import SHRINK_ABORT
+from asyncdist.api import coalesced, collectives, groups, objects, point_to_point, queries
+from asyncdist.api.groups import SHRINK_ABORT, GroupMember
 from asyncdist.arrays import reduce_op as reduce_op  # `dist.reduce_op.SUM`, as torch's tutorials write it
 from asyncdist.arrays.reduce_op import ReduceOp
 from asyncdist.blocking.data_parallel import DistributedSampler, GradientBuckets
@@ -208,11 +191,11 @@ reduce_scatter_single = collective(collectives.reduce_scatter_single)
 reduce_scatter_tensor = collective(collectives.reduce_scatter_tensor)
 scatter = collective(collectives.scatter)
 
-all_to_all = collective(exchange.all_to_all)
-all_to_all_single = collective(exchange.all_to_all_single)
+all_to_all = collective(collectives.all_to_all)
+all_to_all_single = collective(collectives.all_to_all_single)
 
-exscan = collective(scans.exscan)
-scan = collective(scans.scan)
+exscan = collective(collectives.exscan)
+scan = collective(collectives.scan)
 
 all_gather_coalesced = collective(coalesced.all_gather_coalesced)
 all_gather_into_tensor_coalesced = collective(coalesced.all_gather_into_tensor_coalesced)
@@ -220,19 +203,19 @@ all_reduce_coalesced = collective(coalesced.all_reduce_coalesced)
 broadcast_coalesced = collective(coalesced.broadcast_coalesced)
 reduce_scatter_tensor_coalesced = collective(coalesced.reduce_scatter_tensor_coalesced)
 
-all_gather_multigpu = collective(multi_device.all_gather_multigpu)
-all_reduce_multigpu = collective(multi_device.all_reduce_multigpu)
-broadcast_multigpu = collective(multi_device.broadcast_multigpu)
-reduce_multigpu = collective(multi_device.reduce_multigpu)
-reduce_scatter_multigpu = collective(multi_device.reduce_scatter_multigpu)
+all_gather_multigpu = collective(coalesced.all_gather_multigpu)
+all_reduce_multigpu = collective(coalesced.all_reduce_multigpu)
+broadcast_multigpu = collective(coalesced.broadcast_multigpu)
+reduce_multigpu = collective(coalesced.reduce_multigpu)
+reduce_scatter_multigpu = collective(coalesced.reduce_scatter_multigpu)
 
 average_gradients = collective(gradients.average_gradients, returns_result=True)
 broadcast_parameters = collective(gradients.broadcast_parameters, returns_result=True)
 
-all_gather_array = collective(arrays.all_gather_array, returns_result=True)
-broadcast_array = collective(arrays.broadcast_array, returns_result=True)
-gather_array = collective(arrays.gather_array, returns_result=True)
-scatter_array = collective(arrays.scatter_array, returns_result=True)
+all_gather_array = collective(objects.all_gather_array, returns_result=True)
+broadcast_array = collective(objects.broadcast_array, returns_result=True)
+gather_array = collective(objects.gather_array, returns_result=True)
+scatter_array = collective(objects.scatter_array, returns_result=True)
 
 # torch has no async_op in these, and the root within the group in its place.
 all_gather_object = collective(objects.all_gather_object, has_place=False)
@@ -242,8 +225,8 @@ recv_object_list = completed(objects.recv_object_list)
 scatter_object_list = collective(objects.scatter_object_list, has_place=False)
 send_object_list = completed(objects.send_object_list)
 
-all_gather_stream = issued(streams.all_gather_stream)
-broadcast_stream = issued(streams.broadcast_stream)
+all_gather_stream = issued(collectives.all_gather_stream)
+broadcast_stream = issued(collectives.broadcast_stream)
 
 irecv = issued(point_to_point.irecv)
 isend = issued(point_to_point.isend)
@@ -251,17 +234,17 @@ recv = completed(point_to_point.recv)
 recv_array = completed(point_to_point.recv_array)
 send = completed(point_to_point.send)
 
-batch_isend_irecv = issued(batch.batch_isend_irecv)
+batch_isend_irecv = issued(point_to_point.batch_isend_irecv)
 
 new_group = issued(groups.new_group)
 
-new_subgroups = issued(subgroups.new_subgroups)
-new_subgroups_by_enumeration = issued(subgroups.new_subgroups_by_enumeration)
-shrink_group = issued(subgroups.shrink_group)
-split_group = issued(subgroups.split_group)
+new_subgroups = issued(groups.new_subgroups)
+new_subgroups_by_enumeration = issued(groups.new_subgroups_by_enumeration)
+shrink_group = issued(groups.shrink_group)
+split_group = issued(groups.split_group)
 
-empty = asked(memory.empty)
-zeros = asked(memory.zeros)
+empty = asked(queries.empty)
+zeros = asked(queries.zeros)
 get_backend = asked(queries.get_backend)
 get_backend_config = asked(queries.get_backend_config)
 get_default_backend_for_device = asked(queries.get_default_backend_for_device)
@@ -282,4 +265,4 @@ is_ucc_available = asked(queries.is_ucc_available)
 is_xccl_available = asked(queries.is_xccl_available)
 supports_complex = asked(queries.supports_complex)
 
-monitored_barrier = completed(monitored.monitored_barrier)
+monitored_barrier = completed(collectives.monitored_barrier)

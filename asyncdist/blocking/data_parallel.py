@@ -13,9 +13,8 @@ from asyncdist.blocking.lifting import asked
 from asyncdist.blocking.refuse_loop import refuse_loop
 from asyncdist.blocking.session import current_session
 from asyncdist.concurrency.deadline import INHERIT, Timeout
-from asyncdist.data_parallel.buckets import BUCKET_BYTES
 from asyncdist.data_parallel.gradient_buckets import GradientBuckets as InnerBuckets
-from asyncdist.data_parallel.gradients import list_of
+from asyncdist.data_parallel.gradients import BUCKET_BYTES, list_of
 from asyncdist.data_parallel.sampler import DistributedSampler as InnerSampler
 from asyncdist.group.non_member import NonMember
 

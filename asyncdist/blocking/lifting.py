@@ -7,14 +7,14 @@ import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, ParamSpec, TypeVar
 
-from asyncdist.api.batch import P2POp
 from asyncdist.api.manual import AWAITED, WITHDRAWN
+from asyncdist.api.point_to_point import P2POp
 from asyncdist.blocking.group import ProcessGroup, inner_of
 from asyncdist.blocking.refuse_loop import refuse_loop
 from asyncdist.blocking.session import Session, current_session, session_of
 from asyncdist.blocking.work import Work
 from asyncdist.gpu.streams import carried
-from asyncdist.group.forgotten import watch
+from asyncdist.group.unretrieved import watch
 
 __all__ = ["asked", "collective", "completed", "issued", "original"]
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from asyncdist.api import batch
+from asyncdist.api import point_to_point
 from asyncdist.blocking.group import ProcessGroup
 from asyncdist.blocking.lifting import asked, original
 
 __all__ = ["P2POp"]
 
 
-class P2POp(batch.P2POp):
+class P2POp(point_to_point.P2POp):
     """One send or receive of a batch: `op` is `asyncdist.blocking.isend` or `irecv`; see `asyncdist.P2POp`."""
 
     __slots__ = ()

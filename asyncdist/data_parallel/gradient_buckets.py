@@ -14,9 +14,7 @@ from asyncdist.arrays.reduce_op import ReduceOp, ReduceOpLike
 from asyncdist.collectives.arguments import coalesced
 from asyncdist.collectives.executor import reduction
 from asyncdist.concurrency.deadline import INHERIT, Timeout
-from asyncdist.data_parallel.buckets import BUCKET_BYTES, check_bucket_bytes, divide
-from asyncdist.data_parallel.gradients import arrays_of, list_of
-from asyncdist.data_parallel.joined_work import JoinedWork
+from asyncdist.data_parallel.gradients import BUCKET_BYTES, JoinedWork, arrays_of, check_bucket_bytes, divide, list_of
 from asyncdist.group.point_to_point import check_tag
 from asyncdist.work import Work
 

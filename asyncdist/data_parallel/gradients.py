@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
+
+import numpy as np
 
 from asyncdist.api.resolve import Group, resolve, root_of
 from asyncdist.arrays.host import Array, host_array
@@ -11,15 +14,28 @@ from asyncdist.arrays.reduce_op import ReduceOp, ReduceOpLike
 from asyncdist.collectives.arguments import coalesced
 from asyncdist.collectives.executor import reduction
 from asyncdist.concurrency.deadline import INHERIT, Timeout
-from asyncdist.data_parallel.buckets import BUCKET_BYTES, check_bucket_bytes, divide
-from asyncdist.data_parallel.joined_work import JoinedWork
-from asyncdist.errors import DistError
-from asyncdist.group.forgotten import watch
+from asyncdist.concurrency.integers import as_int
+from asyncdist.errors import CollectiveMismatchError, DistError
 from asyncdist.group.point_to_point import check_tag
 from asyncdist.group.process_group import ProcessGroup
+from asyncdist.group.unretrieved import watch
 from asyncdist.work import Work
 
-__all__ = ["arrays_of", "average_gradients", "broadcast_parameters", "list_of"]
+__all__ = [
+    "BUCKET_BYTES",
+    "JoinedWork",
+    "arrays_of",
+    "average_gradients",
+    "broadcast_parameters",
+    "check_bucket_bytes",
+    "divide",
+    "list_of",
+]
+
+
+BUCKET_BYTES: Final = 4 << 20
+"""Unless told otherwise: enough for an operation to run at full bandwidth, little enough for the first to start early
+and for copying one into place to take less than a millisecond of the event loop."""
 
 
 def average_gradients(
@@ -138,3 +154,82 @@ def _issue_all(
             raise
     joined = JoinedWork(group, operation, works, value)
     return watch(joined) if group.watches else joined
+
+
+class JoinedWork(Work[Any]):
+    """Done once all `parts` are; the result is `value`.
+
+    When this Work ends, well or not, the arrays of all parts are free. A part fails with its group, as do the others
+    then, or because some rank refused it; that rank does not issue the parts that come after, and is out of step with
+    all others from then on, so the group is aborted.
+    """
+
+    __slots__ = ("_asked", "_group", "_left", "_parts", "_value")
+
+    def __init__(self, group: ProcessGroup, operation: str, parts: Sequence[Work[Any]], value: Any) -> None:
+        self._parts = tuple(parts)
+        self._asked = False
+        super().__init__(asyncio.get_running_loop(), operation, sum(part.nbytes for part in parts))
+        self._group = group
+        self._value = value
+        self._left = len(self._parts)
+        for part in self._parts:
+            part.add_done_callback(self._part_ended)
+
+    @property
+    def where(self) -> str:
+        """See Work; of its parts the number is known, of all together there is none."""
+        return self._group.where(self.operation)
+
+    # Whether somebody has asked about a failure is for the group to know, when it closes; it knows the parts.
+
+    @property
+    def _retrieved(self) -> bool:
+        return self._asked
+
+    @_retrieved.setter
+    def _retrieved(self, asked: bool) -> None:
+        self._asked = asked
+        if asked:
+            for part in self._parts:
+                part._retrieved = True
+
+    def _part_ended(self, part: Work[Any]) -> None:
+        self._left -= 1
+        if self._done:
+            return
+        if part._error is not None:
+            if self._waiters:
+                self._retrieved = True  # they will be told
+            if len(self._parts) > 1 and isinstance(part._error, CollectiveMismatchError):
+                self._group.abort(f"{self.operation} failed in part: {part._error}")
+            self._fail(part._error)
+        elif not self._left:
+            self._finish(self._value)
+
+
+def divide(arrays: Sequence[Array], bucket_bytes: int) -> list[list[int]]:
+    """Divide `arrays` into buckets of one dtype and at most `bucket_bytes`; a larger array has one to itself.
+
+    Returns the numbers of each bucket's arrays. Arrays come in the order in which they are listed, and buckets in the
+    order in which they would be full if arrays became ready in that order.
+    """
+    full: list[list[int]] = []
+    filling: dict[np.dtype[Any], tuple[list[int], int]] = {}
+    for index, array in enumerate(arrays):
+        bucket, nbytes = filling.get(array.dtype, ([], 0))
+        if bucket and nbytes + array.nbytes > bucket_bytes:
+            full.append(bucket)
+            bucket, nbytes = [], 0
+        bucket.append(index)
+        filling[array.dtype] = bucket, nbytes + array.nbytes
+    full.extend(bucket for bucket, _ in filling.values())
+    return sorted(full, key=lambda bucket: bucket[-1])
+
+
+def check_bucket_bytes(value: int) -> int:
+    """Return `value`. Raises TypeError for anything but an int, ValueError below 1."""
+    value = as_int(value, "bucket_bytes must be an int")
+    if value < 1:
+        raise ValueError(f"bucket_bytes must be at least 1, but is {value}")
+    return value

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncdist.collectives.backend import WorkKey
-from asyncdist.group.creation_order import GroupOrder
+from asyncdist.group.membership import GroupOrder
 from asyncdist.world.world import CLOSED, CLOSED_SINCE, ISSUED, World
 
 __all__ = ["EndedGroup"]

@@ -17,14 +17,17 @@ from typing import Any, Final, NamedTuple
 
 from asyncdist.collectives.backend import CollectiveWork, WorkKey
 from asyncdist.errors import CollectiveTimeoutError
-from asyncdist.group.creation_order import ASK_S
 from asyncdist.transport.config import LATE_S
 from asyncdist.world.world import ABSENCES, ISSUED, NOT_CALLED, World
 
-__all__ = ["MAX_PROBE_DIALS", "MONITORED_BARRIER", "NOT_HEARD_FROM", "PROBE_S", "Expiry", "timeout_error"]
+__all__ = ["ASK_S", "MAX_PROBE_DIALS", "MONITORED_BARRIER", "NOT_HEARD_FROM", "PROBE_S", "Expiry", "timeout_error"]
 
 MONITORED_BARRIER: Final = "monitored_barrier"
 """The operation whose expiry on the group's first rank asks all members, however many: that is what it is for."""
+
+ASK_S: Final = 0.5
+"""How long the first operations of a group take at most where all is well and nobody computes; then it is worth a
+message, and the error comes within a second."""
 
 PROBE_S: Final = 0.5
 """How long members have to answer: a loop that cannot within half a second is stuck itself, and failures are to name

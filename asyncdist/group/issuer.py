@@ -24,17 +24,15 @@ from asyncdist.errors import (
 )
 from asyncdist.group.abort_reasons import FAILED, explain, failed_on, kind_of
 from asyncdist.group.backends import GroupBackends
-from asyncdist.group.creation_order import GroupOrder
 from asyncdist.group.deadlines import NOT_HEARD_FROM, Expiry, timeout_error
-from asyncdist.group.evidence import Evidence
-from asyncdist.group.forgotten import watch, watches
+from asyncdist.group.membership import GroupOrder
+from asyncdist.group.methods import Operations
 from asyncdist.group.methods.issuer import check_rank, rank_number
-from asyncdist.group.methods.operations import Operations
-from asyncdist.group.mismatch import Consistency
+from asyncdist.group.mismatch import Consistency, Evidence
 from asyncdist.group.overlap_warning import OverlapWatch
 from asyncdist.group.point_to_point import Pairs, check_tag
-from asyncdist.group.refusals import Refusals
-from asyncdist.group.unraised import Failures
+from asyncdist.group.rejected_calls import Refusals
+from asyncdist.group.unretrieved import Failures, watch, watches
 from asyncdist.work import Work
 from asyncdist.world.world import CLOSED, NOT_MADE, World
 

@@ -14,21 +14,27 @@ nothing here and on something there.
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from asyncdist.arrays.reduce_op import PremulSum, ReduceOp
 from asyncdist.collectives.backend import CollectiveWork, GroupBackend, WorkKey
+from asyncdist.collectives.shared.agreement import RESERVED
 from asyncdist.collectives.shared.operation import DifferentOperation
 from asyncdist.concurrency.call_site import calling_frame
 from asyncdist.errors import CollectiveMismatchError, DistError, PeerLostError
 from asyncdist.plan.problem import PRIVATE_COLLECTIVES, ROOTED
+from asyncdist.transport.base_mesh import BaseMesh
 from asyncdist.transport.config import LATE_S
+from asyncdist.transport.protocol.frame import key_prefix
+from asyncdist.transport.protocol.matching import Unexpected
 from asyncdist.world.world import CLOSED_SINCE, World
 
-__all__ = ["ANSWER_S", "CHECK_LEVELS", "Consistency", "describe_call", "parse_check"]
+__all__ = ["ANSWER_S", "CHECK_LEVELS", "EARLY_KEPT", "Consistency", "Evidence", "describe_call", "parse_check"]
 
 CHECK_LEVELS: Final = ("on", "full")
 """Values of ASYNCDIST_CHECK. There is no `off`: comparing fingerprints costs nothing that could be saved."""
@@ -332,3 +338,95 @@ def _calling_line() -> str:
     """` at train.py:12`, the line that calls the library; empty where there is none, as in the communication thread."""
     frame = calling_frame()
     return f" at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else ""
+
+
+EARLY_KEPT: Final = 1024
+"""Operations remembered of which messages came early: more than peers have credit to be ahead. Those that were refused
+meanwhile are forgotten so."""
+
+DROPPED_KEPT: Final = 1024
+"""Refused operations remembered, of which messages may still come: as many as peers have credit to be ahead."""
+
+_PLACE: Final = struct.Struct("<II")
+_PLACE_AT: Final = 8
+_HALF: Final = 1 << 31  # numbers travel as 32 bits, and no two so far apart are under way
+
+
+class Evidence:
+    """Of one group. `works` are its operations under way, `sequences` how many of each tag were issued.
+
+    `differs(tag, sequence, rank)` hears what is found. From then on nothing of the group may end well.
+    """
+
+    def __init__(
+        self,
+        mesh: BaseMesh,
+        group_id: int,
+        works: Collection[WorkKey],
+        sequences: Mapping[int, int],
+        differs: Callable[[int, int, int], None],
+    ) -> None:
+        self._mesh = mesh
+        self._watched: list[bytes] = []
+        self._works = works
+        self._sequences = sequences
+        self._differs = differs
+        self._dropped: dict[WorkKey, None] = {}
+        self.early: dict[WorkKey, list[tuple[int, bytes, Container[bytes]]]] = {}
+        """Messages that came before their receives, by operation."""
+        self._watch(group_id, self._came_early)
+
+    def watch_parts(self, group_id: int, tag: int) -> None:
+        """Messages with that id are parts of operations of `tag`, whose number is their tag."""
+        self._watch(group_id, partial(self._part_came_early, tag))
+
+    def left_over(self, key: WorkKey) -> bool:
+        """Whether messages are left of an operation that has ended here; whoever sent them runs something else."""
+        for rank, message, parked in self.early.pop(key, ()):
+            if message in parked:
+                self._differs(*key, rank)
+                return True
+        return False
+
+    def forget(self, key: WorkKey) -> None:
+        """That operation was refused or given up: messages of it may come all the same."""
+        self.early.pop(key, None)
+        if len(self._dropped) >= DROPPED_KEPT:
+            del self._dropped[next(iter(self._dropped))]
+        self._dropped[key] = None
+
+    def stop(self) -> None:
+        """Look for no more."""
+        for group in self._watched:
+            self._mesh.watchers.pop(group, None)
+        self.early.clear()
+
+    def _watch(self, group_id: int, watcher: Unexpected) -> None:
+        group = key_prefix(group_id, 0, 0)[:_PLACE_AT]
+        self._watched.append(group)
+        self._mesh.watch(group, watcher)
+
+    def _came_early(self, rank: int, message: bytes, parked: Container[bytes]) -> None:
+        tag, low = _PLACE.unpack_from(message, _PLACE_AT)
+        self._note(rank, tag, low, message, parked)
+
+    def _part_came_early(self, tag: int, rank: int, message: bytes, parked: Container[bytes]) -> None:
+        low, _ = _PLACE.unpack_from(message, _PLACE_AT)
+        self._note(rank, tag, low, message, parked)
+
+    def _note(self, rank: int, tag: int, low: int, message: bytes, parked: Container[bytes]) -> None:
+        if low in RESERVED:
+            return
+        issued = self._sequences.get(tag, 0)
+        number = low if issued < _HALF else issued + (low - issued + _HALF) % (2 * _HALF) - _HALF
+        key: WorkKey = (tag, number)
+        if number < issued and key not in self._works:
+            if key not in self._dropped:
+                self._differs(tag, number, rank)
+            return
+        messages = self.early.get(key)
+        if messages is None:
+            if len(self.early) >= EARLY_KEPT:
+                del self.early[next(iter(self.early))]
+            messages = self.early[key] = []
+        messages.append((rank, message, parked))

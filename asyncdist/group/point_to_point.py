@@ -14,7 +14,7 @@ from asyncdist.concurrency.deadline import Timeout, timeout_seconds
 from asyncdist.concurrency.integers import as_int
 from asyncdist.errors import DistError, GroupAbortedError
 from asyncdist.group.abort_reasons import explain
-from asyncdist.group.closed_members import Closings
+from asyncdist.group.membership import Closings
 from asyncdist.messages.objects import RecvObjectsWork, SendObjectsWork
 from asyncdist.messages.work import ANY_SOURCE, OVER, PairWork, RecvArrayWork, RecvWork, SendWork
 from asyncdist.transport.base_mesh import BaseMesh

@@ -23,15 +23,12 @@ from asyncdist.collectives.backend import CollectiveWork
 from asyncdist.concurrency.deadline import INHERIT, Timeout, timeout_seconds
 from asyncdist.errors import ClosedError
 from asyncdist.gpu.streams import carried
-from asyncdist.group.forgotten import watch, watches
-from asyncdist.group.methods.coalesced import Coalesced
-from asyncdist.group.methods.collectives import Collectives
-from asyncdist.group.methods.exchange import Exchanges
-from asyncdist.group.methods.multi_device import MultiDevice
-from asyncdist.group.methods.scans import Scans
+from asyncdist.group.methods.coalesced import Coalesced, MultiDevice
+from asyncdist.group.methods.collectives import Collectives, Exchanges, Scans
 from asyncdist.group.overlap_warning import OverlapWatch
 from asyncdist.group.point_to_point import Pairs, check_tag
 from asyncdist.group.process_group import ProcessGroup
+from asyncdist.group.unretrieved import watch, watches
 from asyncdist.threads.awaiting import ThreadStream, run_there
 from asyncdist.threads.thread import release
 from asyncdist.threads.work import Courier, ThreadWork

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from asyncdist.arrays.reduce_op import ReduceOp, ReduceOpLike
-from asyncdist.collectives.arguments import call
-from asyncdist.collectives.arguments import exchange as call_exchange
-from asyncdist.concurrency.deadline import INHERIT, Timeout
+from asyncdist.collectives.arguments import call, exchange, scan
+from asyncdist.concurrency.deadline import INHERIT, Timeout, timeout_seconds
+from asyncdist.group.deadlines import MONITORED_BARRIER, PROBE_S
 from asyncdist.group.methods.issuer import Issuer
+from asyncdist.group.point_to_point import check_tag
 from asyncdist.work import Work
 
-__all__ = ["Collectives"]
+__all__ = ["VERDICT_S", "Collectives", "Exchanges", "Monitored", "Scans"]
 
 
 class Collectives(Issuer):
@@ -80,7 +81,7 @@ class Collectives(Issuer):
         the root needs to know all sizes; one that is not as it says raises CollectiveMismatchError.
         """
         root = self._root("gather", root, tag)
-        prepare = call_exchange.gather_uneven if uneven else call.gather
+        prepare = exchange.gather_uneven if uneven else call.gather
         return self._collective("gather", tag, timeout, prepare, tensor, gather_list, root, self.rank, self.size)
 
     def scatter(
@@ -99,7 +100,7 @@ class Collectives(Issuer):
         needs to know all sizes; a tensor of another size than its entry raises CollectiveMismatchError.
         """
         root = self._root("scatter", root, tag)
-        prepare = call_exchange.scatter_uneven if uneven else call.scatter
+        prepare = exchange.scatter_uneven if uneven else call.scatter
         return self._collective("scatter", tag, timeout, prepare, tensor, scatter_list, root, self.rank, self.size)
 
     def reduce_scatter(
@@ -142,3 +143,116 @@ class Collectives(Issuer):
     def barrier(self, *, tag: int = 0, timeout: Timeout = INHERIT) -> Work[Any]:
         """Done once every rank has called it."""
         return self._collective("barrier", tag, timeout, call.barrier)
+
+
+class Exchanges(Issuer):
+    """all_to_all in its forms.
+
+    Inputs may share memory with outputs; they are copied first then. In the uneven forms a rank knows what it sends and
+    what it receives, nothing else; where two ranks disagree, the one that receives raises CollectiveMismatchError that
+    names the other, and the group is aborted.
+    """
+
+    def all_to_all(
+        self,
+        output_tensor_list: Sequence[Any],
+        input_tensor_list: Sequence[Any],
+        *,
+        tag: int = 0,
+        timeout: Timeout = INHERIT,
+    ) -> Work[Any]:
+        """Fill `output_tensor_list[r]` with what rank r has for this one in its `input_tensor_list`. The result is it.
+
+        Both hold one array per rank, of any shapes (empty ones too) and one dtype. Raises ValueError for lists of
+        another length, several dtypes, or if the two arrays of this rank itself differ in shape.
+        """
+        return self._collective(
+            "all_to_all",
+            tag,
+            timeout,
+            exchange.all_to_all,
+            output_tensor_list,
+            input_tensor_list,
+            self.rank,
+            self.size,
+        )
+
+    def all_to_all_single(
+        self,
+        output: Any,
+        input: Any,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        *,
+        tag: int = 0,
+        timeout: Timeout = INHERIT,
+    ) -> Work[Any]:
+        """Send `input_split_sizes[r]` rows of `input` to each rank r; receive as `output_split_sizes` says, in order.
+
+        Rows are those of the first dimension; None (or an empty list) shares them evenly. All ranks give splits, one or
+        both, or none does. The result is `output`.
+
+        Raises ValueError for splits that are not one per rank, are negative, do not add up to the first dimension or
+        leave this rank another number of elements for itself in the two arrays; for a first dimension that cannot be
+        shared evenly; and for arrays without dimensions or of two dtypes. TypeError for splits that are no ints.
+        """
+        return self._collective(
+            "all_to_all_single",
+            tag,
+            timeout,
+            exchange.all_to_all_single,
+            output,
+            input,
+            output_split_sizes,
+            input_split_sizes,
+            self.rank,
+            self.size,
+        )
+
+
+class Scans(Issuer):
+    """MPI's scan and exscan, in place.
+
+    Operands are reduced in rank order. ReduceOp.AVG is not defined for them (TypeError).
+    """
+
+    def scan(
+        self, tensor: Any, op: ReduceOpLike = ReduceOp.SUM, *, tag: int = 0, timeout: Timeout = INHERIT
+    ) -> Work[Any]:
+        """Reduce the `tensor` (any shape, equal on all ranks) of ranks 0 to r into rank r's. The result is `tensor`."""
+        return self._collective("scan", tag, timeout, scan.scan, tensor, op)
+
+    def exscan(
+        self, tensor: Any, op: ReduceOpLike = ReduceOp.SUM, *, tag: int = 0, timeout: Timeout = INHERIT
+    ) -> Work[Any]:
+        """Reduce the `tensor` of ranks 0 to r - 1 into rank r's; rank 0's stays as it is. The result is `tensor`."""
+        return self._collective("exscan", tag, timeout, scan.exscan, tensor, op, self.rank)
+
+
+VERDICT_S: Final = 2 * PROBE_S
+"""How much longer the other ranks wait than the first, so that its verdict, which needs PROBE_S, comes first."""
+
+
+class Monitored(Issuer):
+    """See the module."""
+
+    timeout_s: float | None
+
+    def monitored_barrier(self, timeout: Timeout = INHERIT, wait_all_ranks: bool = False, *, tag: int = 0) -> Work[Any]:
+        """Done once every rank has called it; when `timeout` expires, the error names all ranks that have not.
+
+        The group's first rank asks all others then, connected or not, and its verdict is every rank's
+        CollectiveTimeoutError, whose `missing` are their global ranks; the group is aborted. Where the first rank
+        itself does not come, the others say so `VERDICT_S` later. Other collectives name who is missing as well, but
+        in groups of more than 256 ranks only as far as ranks are connected.
+
+        `wait_all_ranks` is torch's choice between the first missing rank and all; here it is always all.
+        """
+        try:
+            timeout_s = self.timeout_s if timeout is INHERIT else timeout_seconds(timeout, None)
+        except (TypeError, ValueError) as error:
+            self.refuse(MONITORED_BARRIER, check_tag(tag), error)
+            raise
+        if timeout_s is not None and self.rank != 0:
+            timeout_s += VERDICT_S
+        return self._collective(MONITORED_BARRIER, tag, timeout_s, call.monitored_barrier)

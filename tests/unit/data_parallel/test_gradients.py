@@ -14,7 +14,7 @@ import pytest
 from group_kit import Group
 
 import asyncdist as dist
-from asyncdist.data_parallel.buckets import divide
+from asyncdist.data_parallel.gradients import divide
 from asyncdist.testing import run_world
 
 SHAPES = [(2, 3), (), (0,), (5,), (40,), (4, 4)]

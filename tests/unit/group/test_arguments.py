@@ -11,7 +11,7 @@ import pytest
 from group_kit import Group, assert_told_apart, outcome
 
 import asyncdist as dist
-from asyncdist.group.refusals import REFUSALS_KEPT
+from asyncdist.group.rejected_calls import REFUSALS_KEPT
 from asyncdist.testing import run_world
 
 

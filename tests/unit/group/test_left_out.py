@@ -12,7 +12,7 @@ from group_kit import Group, outcome
 from socket_world import run_ranks
 
 import asyncdist as dist
-from asyncdist.group.creation_order import ASK_S
+from asyncdist.group.deadlines import ASK_S
 from asyncdist.testing import DeadlockError, run_world
 from asyncdist.world.world import World
 

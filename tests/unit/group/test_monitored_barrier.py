@@ -11,7 +11,7 @@ from group_kit import Group, outcome
 
 import asyncdist as dist
 from asyncdist.group import deadlines as expiry
-from asyncdist.group.methods.monitored import VERDICT_S
+from asyncdist.group.methods.collectives import VERDICT_S
 from asyncdist.testing import run_world
 
 

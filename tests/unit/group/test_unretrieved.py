@@ -13,7 +13,7 @@ import pytest
 from group_kit import Group, outcome
 
 import asyncdist as dist
-from asyncdist.group.forgotten import watches
+from asyncdist.group.unretrieved import watches
 from asyncdist.testing import run_world
 
 
@@ -52,7 +52,7 @@ def test_a_forgotten_await_is_told_with_the_line_of_the_call(name: str) -> None:
 
     line = FORGOTTEN[name].__code__.co_firstlineno
     expected = [
-        f"group default/1, rank {rank}, {name}, issued at test_forgotten.py:{line}, was never awaited"
+        f"group default/1, rank {rank}, {name}, issued at test_unretrieved.py:{line}, was never awaited"
         for rank in range(2)
     ]
     assert sorted(warned(main)) == expected

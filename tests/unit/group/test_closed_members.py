@@ -13,9 +13,8 @@ from group_kit import Group, outcome
 from socket_world import run_ranks
 
 import asyncdist as dist
-from asyncdist.group.closed_members import MAX_ANY_DIALS, Closings
-from asyncdist.group.creation_order import ASK_S
-from asyncdist.group.deadlines import MAX_PROBE_DIALS
+from asyncdist.group.deadlines import ASK_S, MAX_PROBE_DIALS
+from asyncdist.group.membership import MAX_ANY_DIALS, Closings
 from asyncdist.messages.work import ANY_SOURCE
 from asyncdist.testing import DeadlockError, run_world
 from asyncdist.transport.protocol.frame import CREDIT_BYTES, EAGER_BYTES

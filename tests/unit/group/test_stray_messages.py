@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncdist.group.evidence import DROPPED_KEPT, Evidence
+from asyncdist.group.mismatch import DROPPED_KEPT, Evidence
 from asyncdist.transport.protocol.frame import key_prefix
 
 

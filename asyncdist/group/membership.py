@@ -8,18 +8,18 @@ nobody is blamed who is only late; and where nobody waits, nothing is sent.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import asyncio
+from collections.abc import Callable, Collection, Iterable
+from collections.abc import Set as AbstractSet
 from typing import Final, NamedTuple
 
 from asyncdist.concurrency.group_ids import spell_ranks
 from asyncdist.errors import CollectiveMismatchError
+from asyncdist.group.deadlines import ASK_S, MAX_PROBE_DIALS
+from asyncdist.messages.work import ANY_SOURCE
 from asyncdist.world.world import World
 
-__all__ = ["ASK_S", "MADE_KEPT", "QUESTIONS_KEPT", "GroupOrder"]
-
-ASK_S: Final = 0.5
-"""How long the first operations of a group take at most where all is well and nobody computes; then it is worth a
-message, and the error comes within a second."""
+__all__ = ["MADE_KEPT", "QUESTIONS_KEPT", "Closings", "GroupOrder"]
 
 MADE_KEPT: Final = 256
 """Groups remembered, the newest, closed ones included: how far others may lag behind with their first operation."""
@@ -97,3 +97,68 @@ class GroupOrder:
                     sender,
                 )
             )
+
+
+MAX_ANY_DIALS: Final = 32
+"""Other members up to which a receive from any source connects to all, to ask them: each may wait for any."""
+
+
+class Closings:
+    """Of one group, made of the one with id `parent_id`.
+
+    `waited_for()` gives the global ranks, or ANY_SOURCE, that messages wait for; `asking(ranks)` hears who is asked.
+    """
+
+    __slots__ = ("_asked", "_asking", "_group_id", "_others", "_parent_id", "_timer", "_waited_for", "_world", "askers")
+
+    def __init__(
+        self,
+        world: World,
+        group_id: int,
+        parent_id: int,
+        ranks: tuple[int, ...],
+        waited_for: Callable[[], set[int]],
+        asking: Callable[[set[int]], None],
+    ) -> None:
+        self._world = world
+        self._group_id = group_id
+        self._parent_id = parent_id
+        self._others = frozenset(ranks) - {world.rank}
+        self._waited_for = waited_for
+        self._asking = asking
+        self._asked: set[int] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self.askers: set[int] = set()
+        """Members that are to be told when this group is closed here."""
+
+    def watch(self, peer: int) -> None:
+        """A message waits for global rank `peer`, or for any."""
+        if self._timer is None and peer not in self._asked:
+            self._timer = self._world.loop.call_later(ASK_S, self._ask_those_waited_for)
+
+    def ask(self, ranks: Iterable[int]) -> None:
+        """Have `ranks` say when they have closed the group, unless they were asked before."""
+        self._ask(set(ranks), dial=len(self._others) < MAX_PROBE_DIALS)
+
+    def stop(self) -> None:
+        """Ask nobody any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _ask_those_waited_for(self) -> None:
+        self._timer = None
+        ranks = self._waited_for()
+        if ANY_SOURCE in ranks:
+            ranks.remove(ANY_SOURCE)
+            self._asked.add(ANY_SOURCE)
+            if len(self._others) <= MAX_ANY_DIALS:
+                ranks |= self._others
+            else:
+                self._ask(self._others, dial=False)
+        self._asking(ranks - self._asked)
+        self.ask(ranks)
+
+    def _ask(self, ranks: AbstractSet[int], *, dial: bool) -> None:
+        message = ["closed", self._group_id, self._parent_id, True]
+        self._asked.update(self._world.tell(tuple(ranks - self._asked), message, dial=dial))

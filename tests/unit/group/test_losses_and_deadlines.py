@@ -12,7 +12,7 @@ from socket_world import run_ranks
 
 import asyncdist as dist
 from asyncdist.group import deadlines as expiry
-from asyncdist.group.creation_order import ASK_S
+from asyncdist.group.deadlines import ASK_S
 from asyncdist.testing import SimulatedWorld, run_world
 
 

@@ -12,7 +12,8 @@ from group_kit import Group, outcome
 from socket_world import run_ranks
 
 import asyncdist as dist
-from asyncdist.group.creation_order import ASK_S, MADE_KEPT, QUESTIONS_KEPT
+from asyncdist.group.deadlines import ASK_S
+from asyncdist.group.membership import MADE_KEPT, QUESTIONS_KEPT
 from asyncdist.testing import run_world
 
 Lists = Sequence[Sequence[int]]

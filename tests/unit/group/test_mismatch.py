@@ -15,13 +15,14 @@ import asyncdist as dist
 from asyncdist.arrays.reduce_op import PremulSum
 from asyncdist.collectives.shared.agreement import RESERVED
 from asyncdist.group import mismatch as consistency
-from asyncdist.group.evidence import EARLY_KEPT, Evidence
 from asyncdist.group.mismatch import (
     ANSWER_S,
+    EARLY_KEPT,
     ISSUED_KEPT,
     LAST_WORDS,
     REPORTS_KEPT,
     WORD_CHARS,
+    Evidence,
     describe_call,
     parse_check,
 )
@@ -387,8 +388,8 @@ def test_what_is_pending_ends_with_the_group() -> None:
 def test_nothing_here_and_something_there_is_found_when_asked_for(seed: int | None) -> None:
     calls: Calls = [lambda g: g.all_reduce(np.zeros(0)), *[lambda g: g.all_reduce(np.zeros(3))] * 2]
     for error in differ(calls, seed, full=True):
-        assert "runs all_reduce float64[0] SUM at test_consistency.py:" in str(error)
-        assert "runs all_reduce float64[3] SUM at test_consistency.py:" in str(error)
+        assert "runs all_reduce float64[0] SUM at test_mismatch.py:" in str(error)
+        assert "runs all_reduce float64[3] SUM at test_mismatch.py:" in str(error)
 
 
 def test_two_roots_that_only_send_are_found_when_asked_for() -> None:
