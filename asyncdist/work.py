@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextvars import Context, copy_context
 from datetime import timedelta
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from asyncdist.arrays.host import human_bytes
 from asyncdist.concurrency.deadline import timeout_seconds
@@ -18,7 +18,7 @@ from asyncdist.concurrency.spin import Spins
 from asyncdist.errors import WaitTimeoutError
 from asyncdist.transport.protocol.kept_error import anew
 
-__all__ = ["DeviceTail", "Listener", "Work", "until_ended"]
+__all__ = ["CollectiveWork", "DeviceTail", "Listener", "Work", "WorkKey", "WorkOwner", "until_ended"]
 
 T = TypeVar("T")
 
@@ -307,6 +307,71 @@ class Work(Generic[T]):
         number = "" if self.sequence is None else f" #{self.sequence}"
         state = "pending" if not self._done else "done" if self._error is None else f"failed: {self._error}"
         return f"<Work {self.operation}{number} {human_bytes(self.nbytes)} {state}>"
+
+
+WorkKey: TypeAlias = tuple[int, int]
+"""Tag and sequence number of a collective: its place in the order of its group."""
+
+
+class WorkOwner(Protocol):
+    """The group that issued a collective."""
+
+    def where(self, operation: str, sequence: int | None = None) -> str:
+        """The beginning of every message about an operation."""
+
+    def waiting_for(self, tag: int, sequence: int) -> tuple[int, ...]:
+        """Global ranks an operation under way has not heard from."""
+
+    def untold(self, work: Work[Any]) -> None:
+        """Nobody who waited for this Work was told that it has failed."""
+
+
+class CollectiveWork(Work[Any]):
+    """A collective under way. `number` is its sequence number among those of its `tag`, `value` its result to be."""
+
+    __slots__ = ("_owner", "ask_s", "deadline_s", "issued_s", "key", "number", "tag", "value")
+    issued_s: float
+    ask_s: float
+    """When others are next asked about it; both are set with the deadline."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        operation: str,
+        nbytes: int,
+        tag: int,
+        number: int,
+        value: Any,
+        owner: WorkOwner | None = None,
+    ) -> None:
+        Work.__init__(self, loop, operation, nbytes, number)
+        self.tag = tag
+        self.number = number
+        self.key: WorkKey = (tag, number)
+        self.value = value
+        self.deadline_s: float | None = None
+        self._owner = owner
+
+    @property
+    def where(self) -> str:
+        """See Work; of a part of another operation its name alone."""
+        return super().where if self._owner is None else self._owner.where(self.operation, self.sequence)
+
+    def waiting_for(self) -> tuple[int, ...]:
+        """See Work."""
+        return () if self._owner is None or self._done else self._owner.waiting_for(self.tag, self.number)
+
+    def _untold(self) -> None:
+        if self._owner is not None:
+            self._owner.untold(self)
+
+    def finish(self) -> None:
+        """It has ended well, and `value` is its result."""
+        self._result = self.value
+        if self._waiters is None and self._callbacks is None and self._listener is None:
+            self._done = True  # nobody is to be told, as whoever awaits it looks
+        else:
+            self._end()
 
 
 async def until_ended(works: Iterable[Work[Any]]) -> None:

@@ -7,13 +7,13 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, TypeAlias
 
-from asyncdist.api.resolve import Group, resolve
 from asyncdist.collectives.backend import parse_backend
 from asyncdist.concurrency.deadline import INHERIT, Timeout, timeout_seconds
 from asyncdist.concurrency.group_ids import spell_ranks
 from asyncdist.concurrency.integers import as_int, as_ints
 from asyncdist.cuda.provider import chosen_device
 from asyncdist.group import WORLD
+from asyncdist.group.default_group import Group, resolve
 from asyncdist.group.non_member import NonMember
 from asyncdist.group.process_group import ProcessGroup
 

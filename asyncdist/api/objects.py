@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from asyncdist.api.resolve import Group, peer_of, required_peer, resolve, root_of
+from asyncdist.api.ranks import peer_of, required_peer, root_of
 from asyncdist.concurrency.deadline import INHERIT, Timeout
+from asyncdist.group.default_group import Group, resolve
 from asyncdist.group.methods.objects import DEFAULT_MAX_TOTAL_BYTES
 from asyncdist.group.methods.point_to_point import DEFAULT_MAX_BYTES
 from asyncdist.work import Work
@@ -132,7 +133,7 @@ def recv_object_list(
     del device, use_batch  # as in `send_object_list`
     found = resolve(group)
     source = peer_of(found, src, group_src, "src")
-    return found.pairs.receive_objects(object_list, source, tag, max_bytes, timeout, in_global_ranks=True)
+    return found.pairs.receive_objects(object_list, source, tag, max_bytes, timeout)
 
 
 def all_gather_array(

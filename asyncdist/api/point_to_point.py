@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from asyncdist.api.resolve import Group, peer_of, required_peer, resolve
+from asyncdist.api.ranks import peer_of, required_peer
 from asyncdist.arrays.device import any_array
 from asyncdist.concurrency.deadline import Timeout
+from asyncdist.group.default_group import Group, resolve
 from asyncdist.group.methods.point_to_point import DEFAULT_MAX_BYTES
 from asyncdist.group.point_to_point import check_tag
 from asyncdist.work import Work
@@ -58,7 +59,7 @@ def irecv(
     """
     found = resolve(group)
     source = peer_of(found, src, group_src, "src")
-    return found.pairs.receive(tensor, source, tag, timeout, abandon=False, in_global_ranks=True)
+    return found.pairs.receive(tensor, source, tag, timeout, abandon=False)
 
 
 def recv(
@@ -73,7 +74,7 @@ def recv(
     """As `irecv`, but withdrawn when its last waiter is cancelled before a message matched; see `ProcessGroup.recv`."""
     found = resolve(group)
     source = peer_of(found, src, group_src, "src")
-    return found.pairs.receive(tensor, source, tag, timeout, abandon=True, in_global_ranks=True)
+    return found.pairs.receive(tensor, source, tag, timeout, abandon=True)
 
 
 def recv_array(
@@ -88,7 +89,7 @@ def recv_array(
     """Receive an array of the sender's shape and dtype; see `ProcessGroup.recv_array`."""
     found = resolve(group)
     source = peer_of(found, src, group_src, "src")
-    return found.pairs.receive_array(source, tag, max_bytes, timeout, in_global_ranks=True)
+    return found.pairs.receive_array(source, tag, max_bytes, timeout)
 
 
 class P2POp:
@@ -116,7 +117,7 @@ class P2POp:
         self.op = op
         self.tensor = tensor
         self.group = resolve(group)
-        self.group_peer = required_peer(self.group, peer, group_peer, "peer")
+        self.group_peer = self.group.group_rank_of(required_peer(self.group, peer, group_peer, "peer"))
         self.tag = check_tag(tag)
 
     @property

@@ -6,13 +6,13 @@ import os
 
 import numpy as np
 
-from asyncdist.api.resolve import Group, resolve
 from asyncdist.arrays.host import Array
 from asyncdist.arrays.reduce_op import ReduceOpLike
 from asyncdist.collectives.backend import Backend, parse_backend
 from asyncdist.collectives.executor import reduction
 from asyncdist.cuda import provider
 from asyncdist.group import default_group as context
+from asyncdist.group.default_group import Group, resolve
 from asyncdist.group.methods.issuer import rank_number
 from asyncdist.group.methods.memory import DTypeLike, Shape
 from asyncdist.group.non_member import NonMember

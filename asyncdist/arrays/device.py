@@ -18,6 +18,7 @@ from asyncdist.arrays.host import Flat, dtype_named, host_array, sendable_dtype
 
 __all__ = [
     "LEGACY_STREAM",
+    "PLAIN",
     "DeviceArray",
     "any_array",
     "device_array",
@@ -29,7 +30,7 @@ __all__ = [
 LEGACY_STREAM: Final = 1
 """CUDA's default stream, as `__cuda_array_interface__` numbers it (0 would be ambiguous there)."""
 
-_PLAIN: Final = frozenset(np.dtype(code) for code in "?bBhHiIlLqQefdgFDG")
+PLAIN: Final = frozenset(np.dtype(code) for code in "?bBhHiIlLqQefdgFDG")
 """Dtypes that every backend knows, in this machine's byte order: most arrays pass with one look-up."""
 
 
@@ -147,7 +148,7 @@ def any_array(value: object, name: str = "tensor") -> Any:
 
     Raises TypeError as `host_array` does.
     """
-    if type(value) is np.ndarray and value.dtype in _PLAIN:
+    if type(value) is np.ndarray and value.dtype in PLAIN:
         return value
     found = device_array(value, name)
     return host_array(value, name) if found is None else found
@@ -179,7 +180,7 @@ def device_array(value: object, name: str = "tensor") -> DeviceArray | None:
         return DeviceArray(
             memory.ptr,
             array.shape,
-            dtype if dtype in _PLAIN else sendable_dtype(dtype, name),
+            dtype if dtype in PLAIN else sendable_dtype(dtype, name),
             memory.device_id,
             contiguous=array.flags.c_contiguous,
             owner=array,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 from asyncdist.collectives.arguments.call import Call
 from asyncdist.cuda import provider
-from asyncdist.work import Work
+from asyncdist.work import CollectiveWork, WorkKey
 
 if TYPE_CHECKING:
     from asyncdist.transport.base_mesh import BaseMesh
@@ -132,71 +131,6 @@ def parse_backend(backend: str | None) -> BackendNames:
     if pairs.get("cuda") not in (None, Backend.NCCL, Backend.AIO):
         raise ValueError(f"backend {backend!r}: GPU arrays are carried by nccl or aio")
     return BackendNames(pairs.get("cpu"), pairs.get("cuda"))
-
-
-WorkKey: TypeAlias = tuple[int, int]
-"""Tag and sequence number of a collective: its place in the order of its group."""
-
-
-class WorkOwner(Protocol):
-    """The group that issued a collective."""
-
-    def where(self, operation: str, sequence: int | None = None) -> str:
-        """The beginning of every message about an operation."""
-
-    def waiting_for(self, tag: int, sequence: int) -> tuple[int, ...]:
-        """Global ranks an operation under way has not heard from."""
-
-    def untold(self, work: Work[Any]) -> None:
-        """Nobody who waited for this Work was told that it has failed."""
-
-
-class CollectiveWork(Work[Any]):
-    """A collective under way. `number` is its sequence number among those of its `tag`, `value` its result to be."""
-
-    __slots__ = ("_owner", "ask_s", "deadline_s", "issued_s", "key", "number", "tag", "value")
-    issued_s: float
-    ask_s: float
-    """When others are next asked about it; both are set with the deadline."""
-
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        operation: str,
-        nbytes: int,
-        tag: int,
-        number: int,
-        value: Any,
-        owner: WorkOwner | None = None,
-    ) -> None:
-        Work.__init__(self, loop, operation, nbytes, number)
-        self.tag = tag
-        self.number = number
-        self.key: WorkKey = (tag, number)
-        self.value = value
-        self.deadline_s: float | None = None
-        self._owner = owner
-
-    @property
-    def where(self) -> str:
-        """See Work; of a part of another operation its name alone."""
-        return super().where if self._owner is None else self._owner.where(self.operation, self.sequence)
-
-    def waiting_for(self) -> tuple[int, ...]:
-        """See Work."""
-        return () if self._owner is None or self._done else self._owner.waiting_for(self.tag, self.number)
-
-    def _untold(self) -> None:
-        if self._owner is not None:
-            self._owner.untold(self)
-
-    def finish(self) -> None:
-        """It has ended well, and `value` is its result."""
-        self._result = self.value
-        if self._waiters is None and self._callbacks is None and self._listener is None:
-            self._done = True  # nobody is to be told, as whoever awaits it looks
-        else:
-            self._end()
 
 
 OnEnd: TypeAlias = Callable[[CollectiveWork, BaseException | None], None]

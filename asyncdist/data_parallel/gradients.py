@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from asyncdist.api.resolve import Group, resolve, root_of
+from asyncdist.api.ranks import root_of
 from asyncdist.arrays.host import Array, host_array
 from asyncdist.arrays.reduce_op import ReduceOp, ReduceOpLike
 from asyncdist.collectives.arguments import coalesced
@@ -16,6 +16,7 @@ from asyncdist.collectives.executor import reduction
 from asyncdist.concurrency.deadline import INHERIT, Timeout
 from asyncdist.concurrency.integers import as_int
 from asyncdist.errors import CollectiveMismatchError, DistError
+from asyncdist.group.default_group import Group, resolve
 from asyncdist.group.point_to_point import check_tag
 from asyncdist.group.process_group import ProcessGroup
 from asyncdist.group.unretrieved import watch

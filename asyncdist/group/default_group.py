@@ -1,8 +1,8 @@
-"""The default group: which one a call without `group=` means.
+"""Which group a call acts on: the one given as `group=`, else the default group.
 
-It is the current context's (every rank of a simulated world has its own). Where the context has none, or a closed one,
-it is the only world open on the running event loop, so that request handlers find the group their server's start-up
-opened.
+The default group is the current context's: every rank of a simulated world has its own. Where the context has none, or
+a closed one, it is the only world open on the running event loop, so that request handlers find the group that their
+server's start-up opened.
 """
 
 from __future__ import annotations
@@ -11,10 +11,15 @@ import asyncio
 import threading
 import weakref
 from contextvars import ContextVar
+from typing import TypeAlias
 
+from asyncdist.group.non_member import NonMember
 from asyncdist.group.process_group import ProcessGroup
 
-__all__ = ["current_world", "default_group", "has_default_group", "register_world"]
+__all__ = ["Group", "current_world", "default_group", "has_default_group", "register_world", "resolve"]
+
+Group: TypeAlias = ProcessGroup | NonMember | None
+"""What functions of the API take as `group=`; None is the default group."""
 
 _current: ContextVar[ProcessGroup | None] = ContextVar("asyncdist_group", default=None)
 # A group refers to its loop, so strong references here would keep both for ever. While it is open, its sockets, which
@@ -22,6 +27,18 @@ _current: ContextVar[ProcessGroup | None] = ContextVar("asyncdist_group", defaul
 _open: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, weakref.WeakSet[ProcessGroup]] = weakref.WeakKeyDictionary()
 _threads: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, str] = weakref.WeakKeyDictionary()
 """The name of the thread that each of these loops runs in."""
+
+
+def resolve(group: Group) -> ProcessGroup:
+    """Return the group a call acts on. Raises ValueError where there is none, TypeError for anything else."""
+    if group is None:
+        group = _current.get()
+        return default_group() if group is None or group.closed else group
+    if isinstance(group, NonMember):
+        group.refuse()
+    if not isinstance(group, ProcessGroup):
+        raise TypeError(f"group must be a ProcessGroup or None, not {type(group).__name__}")
+    return group
 
 
 def register_world(group: ProcessGroup) -> None:

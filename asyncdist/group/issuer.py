@@ -6,6 +6,7 @@ It owns everything that is issued: the order (sequence numbers per tag), the dea
 from __future__ import annotations
 
 import asyncio
+from asyncio import current_task
 from collections.abc import Callable, Collection, Sequence
 from threading import get_ident
 from typing import Any
@@ -71,6 +72,7 @@ class GroupCore(Operations):
         self._backend = self._backends.host  # asked without a detour: small operations count nanoseconds
         self.pairs = Pairs(world, group_id, ranks, self, self._backends.gpu_pairs, parent and parent[0])
         self._overlap = OverlapWatch(self, world.loop)
+        self._last_task = self._overlap.last_task
         self._sequences: dict[int, int] = {}
         self._works: dict[WorkKey, CollectiveWork] = {}
         self._expiry = Expiry(world, group_id, ranks, self._works, self._expired)
@@ -175,7 +177,9 @@ class GroupCore(Operations):
             if call.device is not None:
                 backend = devices = self._backends.devices or self._backends.on_gpus()
                 devices.check(call)
-            self._overlap.issue(tag, operation)
+            last = self._last_task.get(tag)
+            if last is None or last() is not current_task(self._loop):
+                self._overlap.issue(tag, operation)
         except Exception as error:  # wrong, as a rule; or a function of the user's fails, or a warning is an error
             self._refusals.tell(tag, sequence, error)
             raise

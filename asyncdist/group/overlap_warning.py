@@ -31,7 +31,8 @@ class OverlapWatch:
     def __init__(self, owner: _Owner, loop: asyncio.AbstractEventLoop) -> None:
         self._owner = owner
         self._loop = loop
-        self._last: dict[int, weakref.ref[asyncio.Task[Any]]] = {}
+        self.last_task: dict[int, weakref.ref[asyncio.Task[Any]]] = {}
+        """By tag. A task that issues again need not call `issue`."""
         self._warned = False
 
     def issue(self, tag: int, operation: str) -> None:
@@ -39,7 +40,7 @@ class OverlapWatch:
         if self._warned:
             return
         task = asyncio.current_task(self._loop)
-        last = self._last.get(tag)
+        last = self.last_task.get(tag)
         if last is not None:
             earlier = last()
             if earlier is task:
@@ -47,9 +48,9 @@ class OverlapWatch:
             if earlier is not None and any(work_tag == tag for work_tag, _ in self._owner._works):
                 self._warn(tag, operation, earlier)
         if task is not None:
-            if last is None and len(self._last) >= TAGS_KEPT:
-                self._last.clear()
-            self._last[tag] = weakref.ref(task)
+            if last is None and len(self.last_task) >= TAGS_KEPT:
+                self.last_task.clear()
+            self.last_task[tag] = weakref.ref(task)
 
     def _warn(self, tag: int, operation: str, earlier: asyncio.Task[Any]) -> None:
         self._warned = True

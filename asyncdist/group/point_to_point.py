@@ -6,9 +6,12 @@ import contextlib
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final, Protocol
+from threading import get_ident
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
-from asyncdist.arrays.device import DeviceArray, any_array
+import numpy as np
+
+from asyncdist.arrays.device import PLAIN, DeviceArray, any_array
 from asyncdist.arrays.objects import GPU_META
 from asyncdist.concurrency.deadline import Timeout, timeout_seconds
 from asyncdist.concurrency.integers import as_int
@@ -41,8 +44,14 @@ KEYS_KEPT: Final = 1024
 """Match keys kept by tag: a program has a few; one with more pays for packing them."""
 
 
+Number: TypeAlias = Callable[[int], int]
+
+
 class PairOwner(Protocol):
     """What the group does for its pairs."""
+
+    usable: bool
+    """False once it is being closed, is closed, aborted or another process's."""
 
     def check_usable(self, operation: str) -> None:
         """Raise unless operations may be issued."""
@@ -64,7 +73,10 @@ class PairOwner(Protocol):
 
 
 class Pairs:
-    """Sends and receives under way. Ranks in arguments are group ranks that were checked."""
+    """Sends and receives under way. Peers are global ranks of members; None is any of them.
+
+    `number` says how a receive numbers its source: None as a global rank, `group_rank` as a rank of the group.
+    """
 
     def __init__(
         self,
@@ -78,13 +90,14 @@ class Pairs:
         """`gpu_pairs()` makes what moves GPU arrays; TypeError where there is no GPU. `parent_id`: None of a world."""
         self.mesh = world.mesh
         self._loop = world.loop
+        self._thread = get_ident()
         self._allow_pickle = world.allow_pickle
         self._group_id = group_id
         self._id = group_id ^ POINT_TO_POINT_MARK
         self._make_gpu_pairs = gpu_pairs
         self._gpu_pairs: DevicePairs | None = None
         self._ranks = ranks
-        self._group_rank = {rank: index for index, rank in enumerate(ranks)}
+        self.group_rank: Number = {rank: index for index, rank in enumerate(ranks)}.__getitem__
         self._owner = owner
         self._works: set[PairWork] = set()
         self._keys: dict[int, bytes] = {}
@@ -95,87 +108,83 @@ class Pairs:
             self.closings = Closings(world, group_id, parent_id, ranks, self._waited_for, owner.ask_origin)
         self._closed_by: set[int] = set()
 
-    def send(self, tensor: object, dst: int, tag: int, timeout: Timeout, *, abandon: bool) -> PairWork:
-        """Issue a send of `tensor` to group rank `dst`. `abandon`: whether cancelling the last waiter withdraws it."""
+    def send(self, tensor: object, peer: int, tag: int, timeout: Timeout, *, abandon: bool) -> PairWork:
+        """Issue a send of `tensor` to `peer`. `abandon`: whether cancelling the last waiter withdraws it."""
         name = "send" if abandon else "isend"
-        self._check(name)
+        # A call costs fifty nanoseconds, and small messages count them: what rarely holds is looked at here.
+        if not self._owner.usable or get_ident() != self._thread or not self._loop.is_running():
+            self._check(name)
         timeout_s = None if timeout is None else timeout_seconds(timeout, None)
-        array = any_array(tensor)
+        array = tensor if type(tensor) is np.ndarray and tensor.dtype in PLAIN else any_array(tensor)
+        key = self._keys.get(tag) or self._key(tag)
         if type(array) is DeviceArray:
-            work = self._gpu().send(name, array, self._key(tag), self, self._ranks[dst])
-            return self._post_announcement(work, timeout_s)
-        return self._post_send(
-            SendWork(self._loop, name, array, self._key(tag), self, self._ranks[dst], abandon), timeout_s
-        )
+            return self._post_announcement(self._gpu().send(name, array, key, self, peer), timeout_s)
+        return self._post_send(SendWork(self._loop, name, array, key, self, peer, abandon), timeout_s)
 
-    def send_objects(self, values: Sequence[object], dst: int, tag: int, timeout: Timeout) -> SendWork:
-        """Issue a send of a list of objects to group rank `dst`."""
+    def send_objects(self, values: Sequence[object], peer: int, tag: int, timeout: Timeout) -> SendWork:
+        """Issue a send of a list of objects to `peer`."""
         self._check("send_object_list")
         timeout_s = None if timeout is None else timeout_seconds(timeout, None)
-        key, peer = self._key(tag), self._ranks[dst]
+        key = self._key(tag)
         return self._post_send(SendObjectsWork(self._loop, values, self._allow_pickle, key, self, peer), timeout_s)
 
     def receive(
         self,
         tensor: object,
-        src: int | None,
+        peer: int | None,
         tag: int,
         timeout: Timeout,
         *,
         abandon: bool,
-        in_global_ranks: bool = False,
+        number: Number | None = None,
     ) -> RecvWork:
-        """Issue a receive into `tensor` from group rank `src`, or from any.
-
-        `abandon`: whether cancelling the last waiter withdraws it. `in_global_ranks`: how its source is numbered.
-        """
+        """Issue a receive into `tensor`. `abandon`: whether cancelling the last waiter withdraws it."""
         name = "recv" if abandon else "irecv"
-        self._check(name)
+        if not self._owner.usable or get_ident() != self._thread or not self._loop.is_running():
+            self._check(name)
         timeout_s = None if timeout is None else timeout_seconds(timeout, None)
-        number = None if in_global_ranks else self._group_rank.__getitem__
-        peer = ANY_SOURCE if src is None else self._ranks[src]
-        array = any_array(tensor)
+        source = ANY_SOURCE if peer is None else peer
+        array = tensor if type(tensor) is np.ndarray and tensor.dtype in PLAIN else any_array(tensor)
+        key = self._keys.get(tag) or self._key(tag)
         work: RecvWork
         if type(array) is DeviceArray:
-            work = self._gpu().receive(name, array, self._key(tag), self, peer, number, abandon)
+            work = self._gpu().receive(name, array, key, self, source, number, abandon)
         else:
-            work = RecvWork(self._loop, name, array, self._key(tag), self, peer, number, abandon)
+            work = RecvWork(self._loop, name, array, key, self, source, number, abandon)
         self._post(work, timeout_s)
         return work
 
     def receive_array(
-        self, src: int | None, tag: int, max_bytes: int, timeout: Timeout, *, in_global_ranks: bool = False
+        self, peer: int | None, tag: int, max_bytes: int, timeout: Timeout, *, number: Number | None = None
     ) -> RecvArrayWork:
         """Issue a receive of an array not known beforehand."""
         self._check("recv_array")
         timeout_s = timeout_seconds(timeout, None)
         if max_bytes < 0:
             raise ValueError(f"max_bytes must not be negative, got {max_bytes}")
-        number = None if in_global_ranks else self._group_rank.__getitem__
-        peer = ANY_SOURCE if src is None else self._ranks[src]
-        work = RecvArrayWork(self._loop, self._key(tag), self, peer, number, max_bytes)
+        source = ANY_SOURCE if peer is None else peer
+        work = RecvArrayWork(self._loop, self._key(tag), self, source, number, max_bytes)
         self._post(work, timeout_s)
         return work
 
     def receive_objects(
         self,
         places: list[object],
-        src: int | None,
+        peer: int | None,
         tag: int,
         max_bytes: int,
         timeout: Timeout,
         *,
-        in_global_ranks: bool = False,
+        number: Number | None = None,
     ) -> RecvObjectsWork:
         """Issue a receive of as many objects as there are `places`."""
         self._check("recv_object_list")
         timeout_s = timeout_seconds(timeout, None)
         if max_bytes < 0:
             raise ValueError(f"max_bytes must not be negative, got {max_bytes}")
-        number = None if in_global_ranks else self._group_rank.__getitem__
-        peer = ANY_SOURCE if src is None else self._ranks[src]
+        source = ANY_SOURCE if peer is None else peer
         key = self._key(tag)
-        work = RecvObjectsWork(self._loop, places, self._allow_pickle, key, self, peer, number, max_bytes)
+        work = RecvObjectsWork(self._loop, places, self._allow_pickle, key, self, source, number, max_bytes)
         self._post(work, timeout_s)
         return work
 

@@ -8,12 +8,12 @@ do not fit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from asyncdist.arrays.device import DeviceArray, any_array, device_flat, device_of, flat_of
+from asyncdist.arrays.device import PLAIN, DeviceArray, any_array, device_flat, device_of, flat_of
 from asyncdist.arrays.host import Array, Flat, describe
 from asyncdist.arrays.reduce_op import ReduceOpLike
 from asyncdist.collectives.executor import reduction
@@ -81,29 +81,29 @@ class Call:
     ready: Sequence[Any] = ()
     """On a GPU, events on the caller's streams that the arrays' use waits for."""
 
-    @property
-    def recipe_key(self) -> tuple[Any, ...]:
-        """What the plan and the fingerprint are made of."""
-        detail = self.detail
+    recipe_key: tuple[Any, ...] = field(init=False, repr=False)
+    """What the plan and the fingerprint are made of."""
+    nbytes: int = field(init=False)
+    """Bytes of the vector, or of a block where all have the same size; of pieces, what is sent or received here."""
+
+    def __post_init__(self) -> None:
+        detail, counts = self.detail, self.counts
         if self.device is not None:
             detail = f"{detail} on GPUs" if detail else "arrays on GPUs"
-        return self.collective, self.counts, self.dtype, self.root, self.op, detail
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the vector, or of a block where all have the same size; of pieces, what is sent or received here."""
-        if self.pieces is not None:
-            return max(sum(piece.nbytes for piece in side) for side in self.pieces)
-        elements = self.counts if isinstance(self.counts, int) else sum(self.counts)
-        return elements * self.dtype.itemsize
+        self.recipe_key = self.collective, counts, self.dtype, self.root, self.op, detail
+        if self.pieces is None:
+            self.nbytes = (counts if isinstance(counts, int) else sum(counts)) * self.dtype.itemsize
+        else:
+            self.nbytes = max(sum(piece.nbytes for piece in side) for side in self.pieces)
 
 
 def all_reduce(tensor: object, op: ReduceOpLike) -> Call:
     """Any shape; in place."""
-    array = any_array(tensor)
+    # Without a detour: small ones count nanoseconds.
+    array: Any = tensor if type(tensor) is np.ndarray and tensor.dtype in PLAIN else any_array(tensor)
     dtype = array.dtype
     reduction.validate(op, dtype)
-    if type(array) is np.ndarray:  # without a detour: small ones count nanoseconds
+    if type(array) is np.ndarray:
         return Call("all_reduce", dtype, array.size, NO_BLOCKS, (Flat(array, writable=True),), tensor, 0, op, True)
     flats: Any = (device_flat(array, writable=True),)
     return Call("all_reduce", dtype, array.size, NO_BLOCKS, flats, tensor, 0, op, True, device=array.device)

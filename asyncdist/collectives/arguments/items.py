@@ -83,10 +83,9 @@ class ItemCall(Call):
     finish: Finish = len
     copies_own: bool = False
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of this rank's items."""
-        return sum(item.octets.nbytes for item in self.contributed)
+    def __post_init__(self) -> None:
+        Call.__post_init__(self)
+        self.nbytes = sum(item.octets.nbytes for item in self.contributed)  # of this rank's
 
 
 def all_gather_array(array: object, terms: Terms) -> ItemCall:

@@ -15,17 +15,15 @@ __all__ = ["coalesced", "multi_device"]
 
 def coalesced(members: Sequence[Call], detail: str, result: Any) -> Call:
     """Several calls of one kind on one GPU; `detail` says how they divide the whole."""
-    return _together(members, detail, result)
+    return _together(members, detail, members[0].root, result)
 
 
 def multi_device(members: Sequence[Call], detail: str, root: int, result: Any) -> Call:
     """A rank's shares, one per GPU, in one collective of all GPUs of all ranks. `root` is a group rank."""
-    call = _together(members, detail, result)
-    call.root = root
-    return call
+    return _together(members, detail, root, result)
 
 
-def _together(members: Sequence[Call], detail: str, result: Any) -> Call:
+def _together(members: Sequence[Call], detail: str, root: int, result: Any) -> Call:
     first = members[0]
     counts = sum(member.counts if isinstance(member.counts, int) else sum(member.counts) for member in members)
     return Call(
@@ -35,7 +33,7 @@ def _together(members: Sequence[Call], detail: str, result: Any) -> Call:
         NO_BLOCKS,
         NO_BLOCKS,
         result,
-        first.root,
+        root,
         first.op,
         detail=detail,
         device=first.device,

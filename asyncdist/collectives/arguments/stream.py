@@ -92,16 +92,15 @@ class StreamCall(Call):
     blocks: Sequence[Array] = ()
     progress: Progress | None = None
 
+    def __post_init__(self) -> None:
+        Call.__post_init__(self)
+        self.nbytes = self.length * self.dtype.itemsize
+
     @property
     def chunk_length(self) -> int:
         """Elements of every chunk but the last."""
         assert isinstance(self.counts, int)
         return self.counts
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the vector, or of a block."""
-        return self.length * self.dtype.itemsize
 
 
 def broadcast_stream(
@@ -109,8 +108,7 @@ def broadcast_stream(
 ) -> StreamCall:
     """Any shape, contiguous; in place on every rank but the root, which only reads."""
     array = _contiguous(tensor, "tensor", writable=rank != root)
-    call = _call("broadcast", array, tensor, chunk_bytes, progress)
-    call.root = root
+    call = _call("broadcast", array, tensor, chunk_bytes, progress, root)
     call.blocks = (array,)
     # Chunks follow one another down a chain, which every rank leaves as fast as its link is; if there are enough.
     call.algorithm = "chain" if progress.count >= size else None
@@ -139,7 +137,9 @@ def all_gather_stream(
     return call
 
 
-def _call(collective: str, array: Array, result: Any, chunk_bytes: int, progress: Progress) -> StreamCall:
+def _call(
+    collective: str, array: Array, result: Any, chunk_bytes: int, progress: Progress, root: int = 0
+) -> StreamCall:
     chunk_bytes = as_int(chunk_bytes, "chunk_bytes must be an int")
     if chunk_bytes < 1:
         raise ValueError(f"chunk_bytes must be positive, got {chunk_bytes}")
@@ -157,6 +157,7 @@ def _call(collective: str, array: Array, result: Any, chunk_bytes: int, progress
         inputs=NO_BLOCKS,
         outputs=NO_BLOCKS,
         result=result,
+        root=root,
         detail=f"stream of {array.size}",
         length=array.size,
         progress=progress,

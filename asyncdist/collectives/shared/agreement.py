@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -155,8 +156,12 @@ class Lanes:
         """Gather everybody's `value`, and call `then(tag, everybody's)`."""
         backend = self._backend
         gathered = np.zeros((len(backend.ranks), value.size), np.uint64)
-        call = calls.all_gather_into_tensor(gathered, value, len(backend.ranks))
-        call.algorithm, call.detail = "direct", "sharing memory"  # so that no other call takes it for its own
+        # With a detail, so that no other call takes it for its own.
+        call = replace(
+            calls.all_gather_into_tensor(gathered, value, len(backend.ranks)),
+            algorithm="direct",
+            detail="sharing memory",
+        )
 
         def ended(_work: CollectiveWork, error: BaseException | None) -> None:
             if tag in self.decided:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Final
 
@@ -214,8 +215,8 @@ class StagedPipeline:
                 operation.portions = portions(call, rank, size, BUFFER_BYTES, int(most[0]))
             self._pump()
 
-        question = calls.all_reduce(most, ReduceOp.MAX)
-        question.detail = f"portions of {call.collective} {call.dtype.name}"
+        detail = f"portions of {call.collective} {call.dtype.name}"
+        question = replace(calls.all_reduce(most, ReduceOp.MAX), detail=detail)
         self._run(operation, question, 0, agreed)
         return operation.portions is not None
 

@@ -138,7 +138,7 @@ class Objects(ItemIssuer):
         self, object_list: Sequence[Any], dst: int, tag: int = 0, *, timeout: Timeout = None
     ) -> Work[None]:
         """Send the objects of a list to rank `dst`, as one message; otherwise as `send`."""
-        peer = check_rank(dst, self.size, "dst")
+        peer = self.ranks[check_rank(dst, self.size, "dst")]
         return self.pairs.send_objects(object_list, peer, tag, timeout)
 
     def recv_object_list(
@@ -155,8 +155,9 @@ class Objects(ItemIssuer):
         A message of arrays, too large, or of another number of objects raises CollectiveMismatchError and is dropped;
         the pair stays usable. Withdrawn like `recv`.
         """
-        source = None if src is None else check_rank(src, self.size, "src")
-        return self.pairs.receive_objects(object_list, source, tag, max_bytes, timeout)
+        source = None if src is None else self.ranks[check_rank(src, self.size, "src")]
+        number = self.pairs.group_rank
+        return self.pairs.receive_objects(object_list, source, tag, max_bytes, timeout, number=number)
 
 
 class Arrays(ItemIssuer):

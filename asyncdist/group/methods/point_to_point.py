@@ -17,6 +17,8 @@ DEFAULT_MAX_BYTES: Final = 1 << 30
 class PointToPoint(Issuer):
     """send and recv in their forms. Peers are group ranks."""
 
+    ranks: tuple[int, ...]
+
     def isend(self, tensor: Any, dst: int, tag: int = 0, *, timeout: Timeout = None) -> Work[None]:
         """Send `tensor` (any shape) to rank `dst`; done when `tensor` may be written again, not when it arrived.
 
@@ -30,14 +32,14 @@ class PointToPoint(Issuer):
         its array is never withdrawn, and expiry breaks the connection, so that the two ranks are lost to each other
         and, on every rank, to the collectives of all groups that have one of them. `dst` may be this rank.
         """
-        return self.pairs.send(tensor, check_rank(dst, self.size, "dst"), tag, timeout, abandon=False)
+        return self.pairs.send(tensor, self._peer(dst, "dst"), tag, timeout, abandon=False)
 
     def send(self, tensor: Any, dst: int, tag: int = 0, *, timeout: Timeout = None) -> Work[None]:
         """As `isend`, but withdrawn also when the last task awaiting it is cancelled, before a receive has matched.
 
         A message that is on its way then still arrives: who may be cancelled keeps the Work and awaits it again.
         """
-        return self.pairs.send(tensor, check_rank(dst, self.size, "dst"), tag, timeout, abandon=True)
+        return self.pairs.send(tensor, self._peer(dst, "dst"), tag, timeout, abandon=True)
 
     def irecv(self, tensor: Any, src: int | None = None, tag: int = 0, *, timeout: Timeout = None) -> Work[int]:
         """Receive into `tensor`, of the sender's dtype and at least its size, from rank `src` (None: from any).
@@ -50,8 +52,8 @@ class PointToPoint(Issuer):
         has matched. No time-out unless one is given; expiry withdraws the receive or, if a message is coming in, throws
         that away and ends nothing else (a GPU array's: as `isend`).
         """
-        source = None if src is None else check_rank(src, self.size, "src")
-        return self.pairs.receive(tensor, source, tag, timeout, abandon=False)
+        source = None if src is None else self._peer(src, "src")
+        return self.pairs.receive(tensor, source, tag, timeout, abandon=False, number=self.pairs.group_rank)
 
     def recv(self, tensor: Any, src: int | None = None, tag: int = 0, *, timeout: Timeout = None) -> Work[int]:
         """As `irecv`, but withdrawn also when the last task awaiting it is cancelled, before a message has matched.
@@ -60,8 +62,8 @@ class PointToPoint(Issuer):
         may be cancelled keeps the Work and awaits it again. One that came in the moment of cancelling goes to the next
         receive, behind those that receives posted meanwhile have got.
         """
-        source = None if src is None else check_rank(src, self.size, "src")
-        return self.pairs.receive(tensor, source, tag, timeout, abandon=True)
+        source = None if src is None else self._peer(src, "src")
+        return self.pairs.receive(tensor, source, tag, timeout, abandon=True, number=self.pairs.group_rank)
 
     def recv_array(
         self,
@@ -75,5 +77,9 @@ class PointToPoint(Issuer):
 
         The result is a new numpy array; `work.source_rank()` tells the source. Withdrawn as `recv` is.
         """
-        source = None if src is None else check_rank(src, self.size, "src")
-        return self.pairs.receive_array(source, tag, max_bytes, timeout)
+        source = None if src is None else self._peer(src, "src")
+        return self.pairs.receive_array(source, tag, max_bytes, timeout, number=self.pairs.group_rank)
+
+    def _peer(self, rank: int, name: str) -> int:
+        """The global rank of group rank `rank`."""
+        return self.ranks[check_rank(rank, self.size, name)]

@@ -21,7 +21,7 @@ async def test_so_many_tags_are_remembered(tags: int, kept: int) -> None:
     for tag in range(tags):
         watch.issue(tag, "all_reduce")
         watch.issue(tag, "all_reduce")
-    assert len(watch._last) == kept
+    assert len(watch.last_task) == kept
 
 
 async def test_it_warns_after_having_forgotten() -> None:
