@@ -57,7 +57,6 @@ from asyncdist.api.groups import (
     shrink_group,
     split_group,
 )
-from asyncdist.api.manual import complete_help as _complete_help
 from asyncdist.api.objects import (
     all_gather_array,
     all_gather_object,
@@ -279,5 +278,3 @@ __all__ = [
     "supports_complex",
     "zeros",
 ]
-
-_complete_help(function for name, function in list(globals().items()) if name in __all__ and callable(function))

@@ -1,4 +1,4 @@
-"""The coalesced collectives: many arrays of one dtype in one operation, on `group` or the default group."""
+"""Collectives on lists of arrays: the coalesced forms, and those of torch 1.x with an array on each device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,31 @@ def all_reduce_coalesced(
     tag: int = 0,
     timeout: Timeout = INHERIT,
 ) -> Work[Any]:
-    """Reduce each of `tensors` in place; see `ProcessGroup.all_reduce_coalesced`."""
+    """Reduce each of `tensors` (any shapes, one dtype) over all ranks, in place.
+
+    The result is `tensors`. Raises ValueError for an empty list or several dtypes.
+
+    Lists of arrays of one dtype travel as one message each way, and results are written in place. The arrays are copied
+    into one and back, which pays for many small ones; large ones are better issued one by one. `all_reduce_coalesced`
+    and `broadcast_coalesced` copy nothing where the arrays are adjacent pieces of one array. Lists have the same length
+    and sizes on all ranks; every call is one operation in the order of its tag.
+
+    Arrays are numpy's, torch's tensors on the CPU, and whatever exposes its memory (buffer protocol, DLPack), also a
+    GPU's (`__cuda_array_interface__`), of any dtype of bools, integers, floats or complex numbers in native byte order;
+    those of host memory may be strided. Until the Work is done they belong to the operation. Which dtypes an `op` takes
+    is said at `ReduceOp`.
+
+    All ranks of the group call it, in the same order for each `tag`; tasks that call at the same time take different
+    tags. `timeout` (seconds, a timedelta, None for no limit; by default the group's) bounds the operation.
+
+    Raises TypeError and ValueError at the call for wrong arguments, before a byte moves; the other ranks raise
+    CollectiveMismatchError then, and the group goes on. All ranks raise it where they differ in operation, size, dtype,
+    reduction or root. CollectiveTimeoutError (`.missing`: ranks that did not come) and PeerLostError (`.rank`) end the
+    group on all ranks: later calls raise GroupAbortedError.
+
+    Issued at the call, in call order; returns a `Work` at once. `await work` gives the result or raises; cancelling a
+    waiter ends only its waiting.
+    """
     return resolve(group).all_reduce_coalesced(tensors, op, tag=tag, timeout=timeout)
 
 
@@ -46,7 +70,32 @@ def broadcast_coalesced(
     tag: int = 0,
     timeout: Timeout = INHERIT,
 ) -> Work[Any]:
-    """Copy each of rank `src`'s `tensors` into everybody's; see `ProcessGroup.broadcast_coalesced`."""
+    """Copy each of rank `src`'s `tensors` (any shapes, one dtype) into everybody's.
+
+    The result is `tensors`. Raises ValueError for an empty list or several dtypes.
+
+    Lists of arrays of one dtype travel as one message each way, and results are written in place. The arrays are copied
+    into one and back, which pays for many small ones; large ones are better issued one by one. `all_reduce_coalesced`
+    and `broadcast_coalesced` copy nothing where the arrays are adjacent pieces of one array. Lists have the same length
+    and sizes on all ranks; every call is one operation in the order of its tag.
+
+    `src` is a global rank, also in a smaller group; `group_src` is one of the group.
+
+    Arrays are numpy's, torch's tensors on the CPU, and whatever exposes its memory (buffer protocol, DLPack), also a
+    GPU's (`__cuda_array_interface__`), of any dtype of bools, integers, floats or complex numbers in native byte order;
+    those of host memory may be strided. Until the Work is done they belong to the operation.
+
+    All ranks of the group call it, in the same order for each `tag`; tasks that call at the same time take different
+    tags. `timeout` (seconds, a timedelta, None for no limit; by default the group's) bounds the operation.
+
+    Raises TypeError and ValueError at the call for wrong arguments, before a byte moves; the other ranks raise
+    CollectiveMismatchError then, and the group goes on. All ranks raise it where they differ in operation, size, dtype,
+    reduction or root. CollectiveTimeoutError (`.missing`: ranks that did not come) and PeerLostError (`.rank`) end the
+    group on all ranks: later calls raise GroupAbortedError.
+
+    Issued at the call, in call order; returns a `Work` at once. `await work` gives the result or raises; cancelling a
+    waiter ends only its waiting.
+    """
     found = resolve(group)
     root = root_of(found, "broadcast_coalesced", tag, src, group_src, "src")
     return found.broadcast_coalesced(tensors, root, tag=tag, timeout=timeout)
@@ -60,7 +109,31 @@ def all_gather_coalesced(
     tag: int = 0,
     timeout: Timeout = INHERIT,
 ) -> Work[Any]:
-    """Fill `output_tensor_lists[r]` with rank r's `input_tensor_list`; see `ProcessGroup.all_gather_coalesced`."""
+    """Fill `output_tensor_lists[r]` with rank r's `input_tensor_list` (any shapes, one dtype).
+
+    The result is `output_tensor_lists`. Raises ValueError for lists that do not fit each other, an empty one, or
+    several dtypes.
+
+    Lists of arrays of one dtype travel as one message each way, and results are written in place. The arrays are copied
+    into one and back, which pays for many small ones; large ones are better issued one by one. `all_reduce_coalesced`
+    and `broadcast_coalesced` copy nothing where the arrays are adjacent pieces of one array. Lists have the same length
+    and sizes on all ranks; every call is one operation in the order of its tag.
+
+    Arrays are numpy's, torch's tensors on the CPU, and whatever exposes its memory (buffer protocol, DLPack), also a
+    GPU's (`__cuda_array_interface__`), of any dtype of bools, integers, floats or complex numbers in native byte order;
+    those of host memory may be strided. Until the Work is done they belong to the operation.
+
+    All ranks of the group call it, in the same order for each `tag`; tasks that call at the same time take different
+    tags. `timeout` (seconds, a timedelta, None for no limit; by default the group's) bounds the operation.
+
+    Raises TypeError and ValueError at the call for wrong arguments, before a byte moves; the other ranks raise
+    CollectiveMismatchError then, and the group goes on. All ranks raise it where they differ in operation, size, dtype,
+    reduction or root. CollectiveTimeoutError (`.missing`: ranks that did not come) and PeerLostError (`.rank`) end the
+    group on all ranks: later calls raise GroupAbortedError.
+
+    Issued at the call, in call order; returns a `Work` at once. `await work` gives the result or raises; cancelling a
+    waiter ends only its waiting.
+    """
     return resolve(group).all_gather_coalesced(output_tensor_lists, input_tensor_list, tag=tag, timeout=timeout)
 
 
@@ -72,7 +145,30 @@ def all_gather_into_tensor_coalesced(
     tag: int = 0,
     timeout: Timeout = INHERIT,
 ) -> Work[Any]:
-    """Fill each output with everybody's input; see `ProcessGroup.all_gather_into_tensor_coalesced`."""
+    """Fill each output (`size` times the elements of the input beside it) with everybody's input, in rank order.
+
+    Raises ValueError for lists that do not fit each other, an empty one, or several dtypes.
+
+    Lists of arrays of one dtype travel as one message each way, and results are written in place. The arrays are copied
+    into one and back, which pays for many small ones; large ones are better issued one by one. `all_reduce_coalesced`
+    and `broadcast_coalesced` copy nothing where the arrays are adjacent pieces of one array. Lists have the same length
+    and sizes on all ranks; every call is one operation in the order of its tag.
+
+    Arrays are numpy's, torch's tensors on the CPU, and whatever exposes its memory (buffer protocol, DLPack), also a
+    GPU's (`__cuda_array_interface__`), of any dtype of bools, integers, floats or complex numbers in native byte order;
+    those of host memory may be strided. Until the Work is done they belong to the operation.
+
+    All ranks of the group call it, in the same order for each `tag`; tasks that call at the same time take different
+    tags. `timeout` (seconds, a timedelta, None for no limit; by default the group's) bounds the operation.
+
+    Raises TypeError and ValueError at the call for wrong arguments, before a byte moves; the other ranks raise
+    CollectiveMismatchError then, and the group goes on. All ranks raise it where they differ in operation, size, dtype,
+    reduction or root. CollectiveTimeoutError (`.missing`: ranks that did not come) and PeerLostError (`.rank`) end the
+    group on all ranks: later calls raise GroupAbortedError.
+
+    Issued at the call, in call order; returns a `Work` at once. `await work` gives the result or raises; cancelling a
+    waiter ends only its waiting.
+    """
     return resolve(group).all_gather_into_tensor_coalesced(output_tensors, input_tensors, tag=tag, timeout=timeout)
 
 
@@ -85,7 +181,31 @@ def reduce_scatter_tensor_coalesced(
     tag: int = 0,
     timeout: Timeout = INHERIT,
 ) -> Work[Any]:
-    """Reduce each input; rank r gets the r-th part; see `ProcessGroup.reduce_scatter_tensor_coalesced`."""
+    """Reduce each input (`size` times the elements of its output) over all ranks; rank r gets the r-th part of each.
+
+    Raises ValueError for lists that do not fit each other, an empty one, or several dtypes.
+
+    Lists of arrays of one dtype travel as one message each way, and results are written in place. The arrays are copied
+    into one and back, which pays for many small ones; large ones are better issued one by one. `all_reduce_coalesced`
+    and `broadcast_coalesced` copy nothing where the arrays are adjacent pieces of one array. Lists have the same length
+    and sizes on all ranks; every call is one operation in the order of its tag.
+
+    Arrays are numpy's, torch's tensors on the CPU, and whatever exposes its memory (buffer protocol, DLPack), also a
+    GPU's (`__cuda_array_interface__`), of any dtype of bools, integers, floats or complex numbers in native byte order;
+    those of host memory may be strided. Until the Work is done they belong to the operation. Which dtypes an `op` takes
+    is said at `ReduceOp`.
+
+    All ranks of the group call it, in the same order for each `tag`; tasks that call at the same time take different
+    tags. `timeout` (seconds, a timedelta, None for no limit; by default the group's) bounds the operation.
+
+    Raises TypeError and ValueError at the call for wrong arguments, before a byte moves; the other ranks raise
+    CollectiveMismatchError then, and the group goes on. All ranks raise it where they differ in operation, size, dtype,
+    reduction or root. CollectiveTimeoutError (`.missing`: ranks that did not come) and PeerLostError (`.rank`) end the
+    group on all ranks: later calls raise GroupAbortedError.
+
+    Issued at the call, in call order; returns a `Work` at once. `await work` gives the result or raises; cancelling a
+    waiter ends only its waiting.
+    """
     return resolve(group).reduce_scatter_tensor_coalesced(outputs, inputs, op, tag=tag, timeout=timeout)
 
 
@@ -97,7 +217,28 @@ def all_reduce_multigpu(
     tag: int = 0,
     timeout: Timeout = INHERIT,
 ) -> Work[Any]:
-    """Reduce all arrays of all ranks, in place in each; see `ProcessGroup.all_reduce_multigpu`."""
+    """Reduce all arrays of all ranks, in place in each of them.
+
+    The result is `tensor_list`. Every rank has several arrays, all of one shape and dtype, as many on every rank; on
+    GPUs, one array on each. What is reduced is reduced over all arrays of all ranks; `ReduceOp.AVG` divides by their
+    number.
+
+    Arrays are numpy's, torch's tensors on the CPU, and whatever exposes its memory (buffer protocol, DLPack), also a
+    GPU's (`__cuda_array_interface__`), of any dtype of bools, integers, floats or complex numbers in native byte order;
+    those of host memory may be strided. Until the Work is done they belong to the operation. Which dtypes an `op` takes
+    is said at `ReduceOp`.
+
+    All ranks of the group call it, in the same order for each `tag`; tasks that call at the same time take different
+    tags. `timeout` (seconds, a timedelta, None for no limit; by default the group's) bounds the operation.
+
+    Raises TypeError and ValueError at the call for wrong arguments, before a byte moves; the other ranks raise
+    CollectiveMismatchError then, and the group goes on. All ranks raise it where they differ in operation, size, dtype,
+    reduction or root. CollectiveTimeoutError (`.missing`: ranks that did not come) and PeerLostError (`.rank`) end the
+    group on all ranks: later calls raise GroupAbortedError.
+
+    Issued at the call, in call order; returns a `Work` at once. `await work` gives the result or raises; cancelling a
+    waiter ends only its waiting.
+    """
     return resolve(group).all_reduce_multigpu(tensor_list, op, tag=tag, timeout=timeout)
 
 
@@ -111,7 +252,29 @@ def broadcast_multigpu(
     tag: int = 0,
     timeout: Timeout = INHERIT,
 ) -> Work[Any]:
-    """Copy rank `src`'s `tensor_list[src_tensor]` into all others; see `ProcessGroup.broadcast_multigpu`."""
+    """Copy rank `src`'s `tensor_list[src_tensor]` into all other arrays of all ranks.
+
+    The result is `tensor_list`. Every rank has several arrays, all of one shape and dtype, as many on every rank; on
+    GPUs, one array on each. What is reduced is reduced over all arrays of all ranks; `ReduceOp.AVG` divides by their
+    number.
+
+    `src` is a global rank, also in a smaller group; `group_src` is one of the group.
+
+    Arrays are numpy's, torch's tensors on the CPU, and whatever exposes its memory (buffer protocol, DLPack), also a
+    GPU's (`__cuda_array_interface__`), of any dtype of bools, integers, floats or complex numbers in native byte order;
+    those of host memory may be strided. Until the Work is done they belong to the operation.
+
+    All ranks of the group call it, in the same order for each `tag`; tasks that call at the same time take different
+    tags. `timeout` (seconds, a timedelta, None for no limit; by default the group's) bounds the operation.
+
+    Raises TypeError and ValueError at the call for wrong arguments, before a byte moves; the other ranks raise
+    CollectiveMismatchError then, and the group goes on. All ranks raise it where they differ in operation, size, dtype,
+    reduction or root. CollectiveTimeoutError (`.missing`: ranks that did not come) and PeerLostError (`.rank`) end the
+    group on all ranks: later calls raise GroupAbortedError.
+
+    Issued at the call, in call order; returns a `Work` at once. `await work` gives the result or raises; cancelling a
+    waiter ends only its waiting.
+    """
     found = resolve(group)
     root = root_of(found, "broadcast_multigpu", tag, src, group_src, "src")
     return found.broadcast_multigpu(tensor_list, root, src_tensor, tag=tag, timeout=timeout)
@@ -128,7 +291,29 @@ def reduce_multigpu(
     tag: int = 0,
     timeout: Timeout = INHERIT,
 ) -> Work[Any]:
-    """Reduce all arrays of all ranks into one of rank `dst`; see `ProcessGroup.reduce_multigpu`."""
+    """Reduce all arrays of all ranks into rank `dst`'s `tensor_list[dst_tensor]`; all others stay as they are.
+
+    Every rank has several arrays, all of one shape and dtype, as many on every rank; on GPUs, one array on each. What
+    is reduced is reduced over all arrays of all ranks; `ReduceOp.AVG` divides by their number.
+
+    `dst` is a global rank, also in a smaller group; `group_dst` is one of the group.
+
+    Arrays are numpy's, torch's tensors on the CPU, and whatever exposes its memory (buffer protocol, DLPack), also a
+    GPU's (`__cuda_array_interface__`), of any dtype of bools, integers, floats or complex numbers in native byte order;
+    those of host memory may be strided. Until the Work is done they belong to the operation. Which dtypes an `op` takes
+    is said at `ReduceOp`.
+
+    All ranks of the group call it, in the same order for each `tag`; tasks that call at the same time take different
+    tags. `timeout` (seconds, a timedelta, None for no limit; by default the group's) bounds the operation.
+
+    Raises TypeError and ValueError at the call for wrong arguments, before a byte moves; the other ranks raise
+    CollectiveMismatchError then, and the group goes on. All ranks raise it where they differ in operation, size, dtype,
+    reduction or root. CollectiveTimeoutError (`.missing`: ranks that did not come) and PeerLostError (`.rank`) end the
+    group on all ranks: later calls raise GroupAbortedError.
+
+    Issued at the call, in call order; returns a `Work` at once. `await work` gives the result or raises; cancelling a
+    waiter ends only its waiting.
+    """
     found = resolve(group)
     root = root_of(found, "reduce_multigpu", tag, dst, group_dst, "dst")
     return found.reduce_multigpu(tensor_list, root, op, dst_tensor, tag=tag, timeout=timeout)
@@ -142,7 +327,28 @@ def all_gather_multigpu(
     tag: int = 0,
     timeout: Timeout = INHERIT,
 ) -> Work[Any]:
-    """Fill each of `output_tensor_lists` with all arrays of all ranks; see `ProcessGroup.all_gather_multigpu`."""
+    """Fill each list of `output_tensor_lists`, one per array of this rank, with all arrays of all ranks.
+
+    With n arrays on every rank, `output_tensor_lists[i][r * n + j]` becomes rank r's `input_tensor_list[j]`.
+
+    Every rank has several arrays, all of one shape and dtype, as many on every rank; on GPUs, one array on each. What
+    is reduced is reduced over all arrays of all ranks; `ReduceOp.AVG` divides by their number.
+
+    Arrays are numpy's, torch's tensors on the CPU, and whatever exposes its memory (buffer protocol, DLPack), also a
+    GPU's (`__cuda_array_interface__`), of any dtype of bools, integers, floats or complex numbers in native byte order;
+    those of host memory may be strided. Until the Work is done they belong to the operation.
+
+    All ranks of the group call it, in the same order for each `tag`; tasks that call at the same time take different
+    tags. `timeout` (seconds, a timedelta, None for no limit; by default the group's) bounds the operation.
+
+    Raises TypeError and ValueError at the call for wrong arguments, before a byte moves; the other ranks raise
+    CollectiveMismatchError then, and the group goes on. All ranks raise it where they differ in operation, size, dtype,
+    reduction or root. CollectiveTimeoutError (`.missing`: ranks that did not come) and PeerLostError (`.rank`) end the
+    group on all ranks: later calls raise GroupAbortedError.
+
+    Issued at the call, in call order; returns a `Work` at once. `await work` gives the result or raises; cancelling a
+    waiter ends only its waiting.
+    """
     return resolve(group).all_gather_multigpu(output_tensor_lists, input_tensor_list, tag=tag, timeout=timeout)
 
 
@@ -155,5 +361,28 @@ def reduce_scatter_multigpu(
     tag: int = 0,
     timeout: Timeout = INHERIT,
 ) -> Work[Any]:
-    """Reduce `input_tensor_lists` and give every array its part; see `ProcessGroup.reduce_scatter_multigpu`."""
+    """Reduce the lists of `input_tensor_lists`, one per array of this rank, over all of them and all ranks.
+
+    With n arrays on every rank, rank r's `output_tensor_list[j]` becomes the reduction of all ranks'
+    `input_tensor_lists[i][r * n + j]` over every i.
+
+    Every rank has several arrays, all of one shape and dtype, as many on every rank; on GPUs, one array on each. What
+    is reduced is reduced over all arrays of all ranks; `ReduceOp.AVG` divides by their number.
+
+    Arrays are numpy's, torch's tensors on the CPU, and whatever exposes its memory (buffer protocol, DLPack), also a
+    GPU's (`__cuda_array_interface__`), of any dtype of bools, integers, floats or complex numbers in native byte order;
+    those of host memory may be strided. Until the Work is done they belong to the operation. Which dtypes an `op` takes
+    is said at `ReduceOp`.
+
+    All ranks of the group call it, in the same order for each `tag`; tasks that call at the same time take different
+    tags. `timeout` (seconds, a timedelta, None for no limit; by default the group's) bounds the operation.
+
+    Raises TypeError and ValueError at the call for wrong arguments, before a byte moves; the other ranks raise
+    CollectiveMismatchError then, and the group goes on. All ranks raise it where they differ in operation, size, dtype,
+    reduction or root. CollectiveTimeoutError (`.missing`: ranks that did not come) and PeerLostError (`.rank`) end the
+    group on all ranks: later calls raise GroupAbortedError.
+
+    Issued at the call, in call order; returns a `Work` at once. `await work` gives the result or raises; cancelling a
+    waiter ends only its waiting.
+    """
     return resolve(group).reduce_scatter_multigpu(output_tensor_list, input_tensor_lists, op, tag=tag, timeout=timeout)

@@ -1,8 +1,4 @@
-"""torch.distributed's collectives, natively awaitable: each acts on `group`, or on the default group.
-
-Ranks are global ranks (`group_src`, `group_dst` take group ranks instead). Every function that communicates issues its
-operation at once and returns a `Work`. What the operations do, raise and promise is said at `ProcessGroup`'s methods.
-"""
+"""Collectives on arrays of known size: each acts on `group`, or on the default group, and returns a `Work` at once."""
 
 from __future__ import annotations
 
@@ -42,7 +38,26 @@ __all__ = [
 def all_reduce(
     tensor: Any, op: ReduceOpLike = ReduceOp.SUM, group: Group = None, *, tag: int = 0, timeout: Timeout = INHERIT
 ) -> Work[Any]:
-    """Reduce `tensor` over all ranks, in place on every rank; see `ProcessGroup.all_reduce`."""
+    """Reduce `tensor` (any shape, equal on all ranks) over all ranks, in place on every rank.
+
+    All ranks hold bit-identical results. The result is `tensor`.
+
+    Arrays are numpy's, torch's tensors on the CPU, and whatever exposes its memory (buffer protocol, DLPack), also a
+    GPU's (`__cuda_array_interface__`), of any dtype of bools, integers, floats or complex numbers in native byte order;
+    those of host memory may be strided. Until the Work is done they belong to the operation. Which dtypes an `op` takes
+    is said at `ReduceOp`.
+
+    All ranks of the group call it, in the same order for each `tag`; tasks that call at the same time take different
+    tags. `timeout` (seconds, a timedelta, None for no limit; by default the group's) bounds the operation.
+
+    Raises TypeError and ValueError at the call for wrong arguments, before a byte moves; the other ranks raise
+    CollectiveMismatchError then, and the group goes on. All ranks raise it where they differ in operation, size, dtype,
+    reduction or root. CollectiveTimeoutError (`.missing`: ranks that did not come) and PeerLostError (`.rank`) end the
+    group on all ranks: later calls raise GroupAbortedError.
+
+    Issued at the call, in call order; returns a `Work` at once. `await work` gives the result or raises; cancelling a
+    waiter ends only its waiting.
+    """
     return resolve(group).all_reduce(tensor, op, tag=tag, timeout=timeout)
 
 
@@ -55,7 +70,27 @@ def broadcast(
     tag: int = 0,
     timeout: Timeout = INHERIT,
 ) -> Work[Any]:
-    """Copy rank `src`'s `tensor` into everybody's; see `ProcessGroup.broadcast`."""
+    """Copy rank `src`'s `tensor` (any shape, equal on all ranks) into everybody's.
+
+    The result is `tensor`.
+
+    `src` is a global rank, also in a smaller group; `group_src` is one of the group.
+
+    Arrays are numpy's, torch's tensors on the CPU, and whatever exposes its memory (buffer protocol, DLPack), also a
+    GPU's (`__cuda_array_interface__`), of any dtype of bools, integers, floats or complex numbers in native byte order;
+    those of host memory may be strided. Until the Work is done they belong to the operation.
+
+    All ranks of the group call it, in the same order for each `tag`; tasks that call at the same time take different
+    tags. `timeout` (seconds, a timedelta, None for no limit; by default the group's) bounds the operation.
+
+    Raises TypeError and ValueError at the call for wrong arguments, before a byte moves; the other ranks raise
+    CollectiveMismatchError then, and the group goes on. All ranks raise it where they differ in operation, size, dtype,
+    reduction or root. CollectiveTimeoutError (`.missing`: ranks that did not come) and PeerLostError (`.rank`) end the
+    group on all ranks: later calls raise GroupAbortedError.
+
+    Issued at the call, in call order; returns a `Work` at once. `await work` gives the result or raises; cancelling a
+    waiter ends only its waiting.
+    """
     found = resolve(group)
     root = root_of(found, "broadcast", tag, src, group_src, "src")
     return found.broadcast(tensor, root, tag=tag, timeout=timeout)
@@ -71,7 +106,28 @@ def reduce(
     tag: int = 0,
     timeout: Timeout = INHERIT,
 ) -> Work[Any]:
-    """Reduce `tensor` over all ranks into rank `dst`'s; the others stay untouched; see `ProcessGroup.reduce`."""
+    """Reduce `tensor` over all ranks into rank `dst`'s; the others' stay as they are.
+
+    The result is `tensor`.
+
+    `dst` is a global rank, also in a smaller group; `group_dst` is one of the group.
+
+    Arrays are numpy's, torch's tensors on the CPU, and whatever exposes its memory (buffer protocol, DLPack), also a
+    GPU's (`__cuda_array_interface__`), of any dtype of bools, integers, floats or complex numbers in native byte order;
+    those of host memory may be strided. Until the Work is done they belong to the operation. Which dtypes an `op` takes
+    is said at `ReduceOp`.
+
+    All ranks of the group call it, in the same order for each `tag`; tasks that call at the same time take different
+    tags. `timeout` (seconds, a timedelta, None for no limit; by default the group's) bounds the operation.
+
+    Raises TypeError and ValueError at the call for wrong arguments, before a byte moves; the other ranks raise
+    CollectiveMismatchError then, and the group goes on. All ranks raise it where they differ in operation, size, dtype,
+    reduction or root. CollectiveTimeoutError (`.missing`: ranks that did not come) and PeerLostError (`.rank`) end the
+    group on all ranks: later calls raise GroupAbortedError.
+
+    Issued at the call, in call order; returns a `Work` at once. `await work` gives the result or raises; cancelling a
+    waiter ends only its waiting.
+    """
     found = resolve(group)
     root = root_of(found, "reduce", tag, dst, group_dst, "dst")
     return found.reduce(tensor, root, op, tag=tag, timeout=timeout)
@@ -80,14 +136,49 @@ def reduce(
 def all_gather(
     tensor_list: Sequence[Any], tensor: Any, group: Group = None, *, tag: int = 0, timeout: Timeout = INHERIT
 ) -> Work[Any]:
-    """Fill `tensor_list` with everybody's `tensor`; see `ProcessGroup.all_gather`."""
+    """Fill `tensor_list` (one array per rank) with everybody's `tensor`.
+
+    The result is `tensor_list`. The arrays may differ in size, as the tensors do; every rank gives the same sizes, its
+    own shaped like `tensor`.
+
+    Arrays are numpy's, torch's tensors on the CPU, and whatever exposes its memory (buffer protocol, DLPack), also a
+    GPU's (`__cuda_array_interface__`), of any dtype of bools, integers, floats or complex numbers in native byte order;
+    those of host memory may be strided. Until the Work is done they belong to the operation.
+
+    All ranks of the group call it, in the same order for each `tag`; tasks that call at the same time take different
+    tags. `timeout` (seconds, a timedelta, None for no limit; by default the group's) bounds the operation.
+
+    Raises TypeError and ValueError at the call for wrong arguments, before a byte moves; the other ranks raise
+    CollectiveMismatchError then, and the group goes on. All ranks raise it where they differ in operation, size, dtype,
+    reduction or root. CollectiveTimeoutError (`.missing`: ranks that did not come) and PeerLostError (`.rank`) end the
+    group on all ranks: later calls raise GroupAbortedError.
+
+    Issued at the call, in call order; returns a `Work` at once. `await work` gives the result or raises; cancelling a
+    waiter ends only its waiting.
+    """
     return resolve(group).all_gather(tensor_list, tensor, tag=tag, timeout=timeout)
 
 
 def all_gather_into_tensor(
     output_tensor: Any, input_tensor: Any, group: Group = None, *, tag: int = 0, timeout: Timeout = INHERIT
 ) -> Work[Any]:
-    """Fill `output_tensor` with everybody's `input_tensor`; see `ProcessGroup.all_gather_into_tensor`."""
+    """Fill `output_tensor` (`size` times the elements of `input_tensor`) with everybody's, in rank order.
+
+    Arrays are numpy's, torch's tensors on the CPU, and whatever exposes its memory (buffer protocol, DLPack), also a
+    GPU's (`__cuda_array_interface__`), of any dtype of bools, integers, floats or complex numbers in native byte order;
+    those of host memory may be strided. Until the Work is done they belong to the operation.
+
+    All ranks of the group call it, in the same order for each `tag`; tasks that call at the same time take different
+    tags. `timeout` (seconds, a timedelta, None for no limit; by default the group's) bounds the operation.
+
+    Raises TypeError and ValueError at the call for wrong arguments, before a byte moves; the other ranks raise
+    CollectiveMismatchError then, and the group goes on. All ranks raise it where they differ in operation, size, dtype,
+    reduction or root. CollectiveTimeoutError (`.missing`: ranks that did not come) and PeerLostError (`.rank`) end the
+    group on all ranks: later calls raise GroupAbortedError.
+
+    Issued at the call, in call order; returns a `Work` at once. `await work` gives the result or raises; cancelling a
+    waiter ends only its waiting.
+    """
     return resolve(group).all_gather_into_tensor(output_tensor, input_tensor, tag=tag, timeout=timeout)
 
 
@@ -105,7 +196,30 @@ def gather(
     tag: int = 0,
     timeout: Timeout = INHERIT,
 ) -> Work[Any]:
-    """Fill `gather_list` on rank `dst` (the group's first by default); see `ProcessGroup.gather`."""
+    """Fill rank `dst`'s `gather_list` (one array per rank, shaped like `tensor`) with everybody's `tensor`.
+
+    `gather_list` is None on the other ranks. `dst` is the group's first rank unless given.
+
+    With `uneven=True`, on every rank, the tensors may differ in size, and with them the arrays of the list. Only the
+    root needs to know all sizes; one that is not as it says raises CollectiveMismatchError.
+
+    `dst` is a global rank, also in a smaller group; `group_dst` is one of the group.
+
+    Arrays are numpy's, torch's tensors on the CPU, and whatever exposes its memory (buffer protocol, DLPack), also a
+    GPU's (`__cuda_array_interface__`), of any dtype of bools, integers, floats or complex numbers in native byte order;
+    those of host memory may be strided. Until the Work is done they belong to the operation.
+
+    All ranks of the group call it, in the same order for each `tag`; tasks that call at the same time take different
+    tags. `timeout` (seconds, a timedelta, None for no limit; by default the group's) bounds the operation.
+
+    Raises TypeError and ValueError at the call for wrong arguments, before a byte moves; the other ranks raise
+    CollectiveMismatchError then, and the group goes on. All ranks raise it where they differ in operation, size, dtype,
+    reduction or root. CollectiveTimeoutError (`.missing`: ranks that did not come) and PeerLostError (`.rank`) end the
+    group on all ranks: later calls raise GroupAbortedError.
+
+    Issued at the call, in call order; returns a `Work` at once. `await work` gives the result or raises; cancelling a
+    waiter ends only its waiting.
+    """
     found = resolve(group)
     root = root_of(found, "gather", tag, dst, group_dst, "dst", default=0)
     return found.gather(tensor, gather_list, root, uneven=uneven, tag=tag, timeout=timeout)
@@ -122,7 +236,30 @@ def scatter(
     tag: int = 0,
     timeout: Timeout = INHERIT,
 ) -> Work[Any]:
-    """Fill `tensor` from rank `src`'s `scatter_list` (the group's first by default); see `ProcessGroup.scatter`."""
+    """Fill `tensor` with this rank's entry of rank `src`'s `scatter_list`.
+
+    `scatter_list` is None on the other ranks. `src` is the group's first rank unless given.
+
+    With `uneven=True`, on every rank, the entries may differ in size, and with them the tensors. Only the root needs to
+    know all sizes; a tensor of another size than its entry raises CollectiveMismatchError.
+
+    `src` is a global rank, also in a smaller group; `group_src` is one of the group.
+
+    Arrays are numpy's, torch's tensors on the CPU, and whatever exposes its memory (buffer protocol, DLPack), also a
+    GPU's (`__cuda_array_interface__`), of any dtype of bools, integers, floats or complex numbers in native byte order;
+    those of host memory may be strided. Until the Work is done they belong to the operation.
+
+    All ranks of the group call it, in the same order for each `tag`; tasks that call at the same time take different
+    tags. `timeout` (seconds, a timedelta, None for no limit; by default the group's) bounds the operation.
+
+    Raises TypeError and ValueError at the call for wrong arguments, before a byte moves; the other ranks raise
+    CollectiveMismatchError then, and the group goes on. All ranks raise it where they differ in operation, size, dtype,
+    reduction or root. CollectiveTimeoutError (`.missing`: ranks that did not come) and PeerLostError (`.rank`) end the
+    group on all ranks: later calls raise GroupAbortedError.
+
+    Issued at the call, in call order; returns a `Work` at once. `await work` gives the result or raises; cancelling a
+    waiter ends only its waiting.
+    """
     found = resolve(group)
     root = root_of(found, "scatter", tag, src, group_src, "src", default=0)
     return found.scatter(tensor, scatter_list, root, uneven=uneven, tag=tag, timeout=timeout)
@@ -137,7 +274,24 @@ def reduce_scatter(
     tag: int = 0,
     timeout: Timeout = INHERIT,
 ) -> Work[Any]:
-    """Reduce `input_list[r]` of all ranks into rank r's `output`; see `ProcessGroup.reduce_scatter`."""
+    """Reduce `input_list[r]` of all ranks into rank r's `output`; sizes may differ between entries.
+
+    Arrays are numpy's, torch's tensors on the CPU, and whatever exposes its memory (buffer protocol, DLPack), also a
+    GPU's (`__cuda_array_interface__`), of any dtype of bools, integers, floats or complex numbers in native byte order;
+    those of host memory may be strided. Until the Work is done they belong to the operation. Which dtypes an `op` takes
+    is said at `ReduceOp`.
+
+    All ranks of the group call it, in the same order for each `tag`; tasks that call at the same time take different
+    tags. `timeout` (seconds, a timedelta, None for no limit; by default the group's) bounds the operation.
+
+    Raises TypeError and ValueError at the call for wrong arguments, before a byte moves; the other ranks raise
+    CollectiveMismatchError then, and the group goes on. All ranks raise it where they differ in operation, size, dtype,
+    reduction or root. CollectiveTimeoutError (`.missing`: ranks that did not come) and PeerLostError (`.rank`) end the
+    group on all ranks: later calls raise GroupAbortedError.
+
+    Issued at the call, in call order; returns a `Work` at once. `await work` gives the result or raises; cancelling a
+    waiter ends only its waiting.
+    """
     return resolve(group).reduce_scatter(output, input_list, op, tag=tag, timeout=timeout)
 
 
@@ -150,7 +304,24 @@ def reduce_scatter_tensor(
     tag: int = 0,
     timeout: Timeout = INHERIT,
 ) -> Work[Any]:
-    """Reduce `input` over all ranks; rank r gets the r-th part; see `ProcessGroup.reduce_scatter_tensor`."""
+    """Reduce `input` (`size` times the elements of `output`) over all ranks; rank r gets the r-th part.
+
+    Arrays are numpy's, torch's tensors on the CPU, and whatever exposes its memory (buffer protocol, DLPack), also a
+    GPU's (`__cuda_array_interface__`), of any dtype of bools, integers, floats or complex numbers in native byte order;
+    those of host memory may be strided. Until the Work is done they belong to the operation. Which dtypes an `op` takes
+    is said at `ReduceOp`.
+
+    All ranks of the group call it, in the same order for each `tag`; tasks that call at the same time take different
+    tags. `timeout` (seconds, a timedelta, None for no limit; by default the group's) bounds the operation.
+
+    Raises TypeError and ValueError at the call for wrong arguments, before a byte moves; the other ranks raise
+    CollectiveMismatchError then, and the group goes on. All ranks raise it where they differ in operation, size, dtype,
+    reduction or root. CollectiveTimeoutError (`.missing`: ranks that did not come) and PeerLostError (`.rank`) end the
+    group on all ranks: later calls raise GroupAbortedError.
+
+    Issued at the call, in call order; returns a `Work` at once. `await work` gives the result or raises; cancelling a
+    waiter ends only its waiting.
+    """
     return resolve(group).reduce_scatter_tensor(output, input, op, tag=tag, timeout=timeout)
 
 
@@ -158,9 +329,20 @@ reduce_scatter_single = reduce_scatter_tensor
 
 
 def barrier(group: Group = None, *, device_ids: Any = None, tag: int = 0, timeout: Timeout = INHERIT) -> Work[Any]:
-    """Done once every rank of the group has called it; see `ProcessGroup.barrier`.
+    """Done once every rank of the group has called it.
 
     `device_ids` is accepted for torch's sake and not used: a group for GPU arrays alone knows its GPU.
+
+    All ranks of the group call it, in the same order for each `tag`; tasks that call at the same time take different
+    tags. `timeout` (seconds, a timedelta, None for no limit; by default the group's) bounds the operation.
+
+    Raises TypeError and ValueError at the call for wrong arguments, before a byte moves; the other ranks raise
+    CollectiveMismatchError then, and the group goes on. All ranks raise it where they differ in operation, size, dtype,
+    reduction or root. CollectiveTimeoutError (`.missing`: ranks that did not come) and PeerLostError (`.rank`) end the
+    group on all ranks: later calls raise GroupAbortedError.
+
+    Issued at the call, in call order; returns a `Work` at once. `await work` gives the result or raises; cancelling a
+    waiter ends only its waiting.
     """
     del device_ids
     return resolve(group).barrier(tag=tag, timeout=timeout)
@@ -174,7 +356,31 @@ def all_to_all(
     tag: int = 0,
     timeout: Timeout = INHERIT,
 ) -> Work[Any]:
-    """Fill `output_tensor_list[r]` with what group rank r has for this rank; see `ProcessGroup.all_to_all`."""
+    """Fill `output_tensor_list[r]` with what group rank r has for this rank in its `input_tensor_list`.
+
+    The result is `output_tensor_list`. Both hold one array per rank, of any shapes (empty ones too) and one dtype.
+    Raises ValueError for lists of another length, several dtypes, or if the two arrays of this rank itself differ in
+    shape.
+
+    Inputs may share memory with outputs; they are copied first then. In the uneven forms a rank knows what it sends and
+    what it receives, nothing else; where two ranks disagree, the one that receives raises CollectiveMismatchError that
+    names the other, and the group is aborted.
+
+    Arrays are numpy's, torch's tensors on the CPU, and whatever exposes its memory (buffer protocol, DLPack), also a
+    GPU's (`__cuda_array_interface__`), of any dtype of bools, integers, floats or complex numbers in native byte order;
+    those of host memory may be strided. Until the Work is done they belong to the operation.
+
+    All ranks of the group call it, in the same order for each `tag`; tasks that call at the same time take different
+    tags. `timeout` (seconds, a timedelta, None for no limit; by default the group's) bounds the operation.
+
+    Raises TypeError and ValueError at the call for wrong arguments, before a byte moves; the other ranks raise
+    CollectiveMismatchError then, and the group goes on. All ranks raise it where they differ in operation, size, dtype,
+    reduction or root. CollectiveTimeoutError (`.missing`: ranks that did not come) and PeerLostError (`.rank`) end the
+    group on all ranks: later calls raise GroupAbortedError.
+
+    Issued at the call, in call order; returns a `Work` at once. `await work` gives the result or raises; cancelling a
+    waiter ends only its waiting.
+    """
     return resolve(group).all_to_all(output_tensor_list, input_tensor_list, tag=tag, timeout=timeout)
 
 
@@ -188,7 +394,34 @@ def all_to_all_single(
     tag: int = 0,
     timeout: Timeout = INHERIT,
 ) -> Work[Any]:
-    """Send rows of `input` to every rank and fill `output` with theirs; see `ProcessGroup.all_to_all_single`."""
+    """Send `input_split_sizes[r]` rows of `input` to each rank r, and receive as `output_split_sizes` says.
+
+    What is received is in rank order. Rows are those of the first dimension; None (or an empty list) shares them
+    evenly. All ranks give splits, one or both, or none does. The result is `output`.
+
+    Raises ValueError for splits that are not one per rank, are negative, do not add up to the first dimension or leave
+    this rank another number of elements for itself in the two arrays; for a first dimension that cannot be shared
+    evenly; and for arrays without dimensions or of two dtypes. TypeError for splits that are no ints.
+
+    Inputs may share memory with outputs; they are copied first then. In the uneven forms a rank knows what it sends and
+    what it receives, nothing else; where two ranks disagree, the one that receives raises CollectiveMismatchError that
+    names the other, and the group is aborted.
+
+    Arrays are numpy's, torch's tensors on the CPU, and whatever exposes its memory (buffer protocol, DLPack), also a
+    GPU's (`__cuda_array_interface__`), of any dtype of bools, integers, floats or complex numbers in native byte order;
+    those of host memory may be strided. Until the Work is done they belong to the operation.
+
+    All ranks of the group call it, in the same order for each `tag`; tasks that call at the same time take different
+    tags. `timeout` (seconds, a timedelta, None for no limit; by default the group's) bounds the operation.
+
+    Raises TypeError and ValueError at the call for wrong arguments, before a byte moves; the other ranks raise
+    CollectiveMismatchError then, and the group goes on. All ranks raise it where they differ in operation, size, dtype,
+    reduction or root. CollectiveTimeoutError (`.missing`: ranks that did not come) and PeerLostError (`.rank`) end the
+    group on all ranks: later calls raise GroupAbortedError.
+
+    Issued at the call, in call order; returns a `Work` at once. `await work` gives the result or raises; cancelling a
+    waiter ends only its waiting.
+    """
     return resolve(group).all_to_all_single(
         output, input, output_split_sizes, input_split_sizes, tag=tag, timeout=timeout
     )
@@ -197,21 +430,78 @@ def all_to_all_single(
 def scan(
     tensor: Any, op: ReduceOpLike = ReduceOp.SUM, group: Group = None, *, tag: int = 0, timeout: Timeout = INHERIT
 ) -> Work[Any]:
-    """Reduce `tensor` over the group's ranks up to this one, in place; see `ProcessGroup.scan`."""
+    """Reduce the `tensor` (any shape, equal on all ranks) of the ranks up to this one into this one's.
+
+    The result is `tensor`. Operands are reduced in rank order. ReduceOp.AVG is not defined for them (TypeError).
+
+    Arrays are numpy's, torch's tensors on the CPU, and whatever exposes its memory (buffer protocol, DLPack), also a
+    GPU's (`__cuda_array_interface__`), of any dtype of bools, integers, floats or complex numbers in native byte order;
+    those of host memory may be strided. Until the Work is done they belong to the operation. Which dtypes an `op` takes
+    is said at `ReduceOp`.
+
+    All ranks of the group call it, in the same order for each `tag`; tasks that call at the same time take different
+    tags. `timeout` (seconds, a timedelta, None for no limit; by default the group's) bounds the operation.
+
+    Raises TypeError and ValueError at the call for wrong arguments, before a byte moves; the other ranks raise
+    CollectiveMismatchError then, and the group goes on. All ranks raise it where they differ in operation, size, dtype,
+    reduction or root. CollectiveTimeoutError (`.missing`: ranks that did not come) and PeerLostError (`.rank`) end the
+    group on all ranks: later calls raise GroupAbortedError.
+
+    Issued at the call, in call order; returns a `Work` at once. `await work` gives the result or raises; cancelling a
+    waiter ends only its waiting.
+    """
     return resolve(group).scan(tensor, op, tag=tag, timeout=timeout)
 
 
 def exscan(
     tensor: Any, op: ReduceOpLike = ReduceOp.SUM, group: Group = None, *, tag: int = 0, timeout: Timeout = INHERIT
 ) -> Work[Any]:
-    """Reduce `tensor` over the group's ranks below this one, in place; see `ProcessGroup.exscan`."""
+    """Reduce the `tensor` of the ranks below this one into this one's; the first rank's stays as it is.
+
+    The result is `tensor`. Operands are reduced in rank order. ReduceOp.AVG is not defined for them (TypeError).
+
+    Arrays are numpy's, torch's tensors on the CPU, and whatever exposes its memory (buffer protocol, DLPack), also a
+    GPU's (`__cuda_array_interface__`), of any dtype of bools, integers, floats or complex numbers in native byte order;
+    those of host memory may be strided. Until the Work is done they belong to the operation. Which dtypes an `op` takes
+    is said at `ReduceOp`.
+
+    All ranks of the group call it, in the same order for each `tag`; tasks that call at the same time take different
+    tags. `timeout` (seconds, a timedelta, None for no limit; by default the group's) bounds the operation.
+
+    Raises TypeError and ValueError at the call for wrong arguments, before a byte moves; the other ranks raise
+    CollectiveMismatchError then, and the group goes on. All ranks raise it where they differ in operation, size, dtype,
+    reduction or root. CollectiveTimeoutError (`.missing`: ranks that did not come) and PeerLostError (`.rank`) end the
+    group on all ranks: later calls raise GroupAbortedError.
+
+    Issued at the call, in call order; returns a `Work` at once. `await work` gives the result or raises; cancelling a
+    waiter ends only its waiting.
+    """
     return resolve(group).exscan(tensor, op, tag=tag, timeout=timeout)
 
 
 def monitored_barrier(
     group: Group = None, timeout: Timeout = INHERIT, wait_all_ranks: bool = False, *, tag: int = 0
 ) -> Work[Any]:
-    """A barrier whose expiry names the ranks that did not come; see `ProcessGroup.monitored_barrier`."""
+    """Done once every rank has called it; when `timeout` expires, the error names all ranks that have not.
+
+    The group's first rank asks all others then, connected or not, and its verdict is every rank's
+    CollectiveTimeoutError, whose `missing` are their global ranks; the group is aborted. Where the first rank itself
+    does not come, the others say so `VERDICT_S` later. Other collectives name who is missing as well, but in groups of
+    more than 256 ranks only as far as ranks are connected.
+
+    `wait_all_ranks` is torch's choice between the first missing rank and all; here it is always all.
+
+    All ranks of the group call it, in the same order for each `tag`; tasks that call at the same time take different
+    tags. `timeout` (seconds, a timedelta, None for no limit; by default the group's) bounds the operation.
+
+    Raises TypeError and ValueError at the call for wrong arguments, before a byte moves; the other ranks raise
+    CollectiveMismatchError then, and the group goes on. All ranks raise it where they differ in operation, size, dtype,
+    reduction or root. CollectiveTimeoutError (`.missing`: ranks that did not come) and PeerLostError (`.rank`) end the
+    group on all ranks: later calls raise GroupAbortedError.
+
+    Issued at the call, in call order; returns a `Work` at once. `await work` gives the result or raises; cancelling a
+    waiter ends only its waiting.
+    """
     return resolve(group).monitored_barrier(timeout, wait_all_ranks, tag=tag)
 
 
@@ -225,7 +515,25 @@ def broadcast_stream(
     tag: int = 0,
     timeout: Timeout = INHERIT,
 ) -> ChunkStream:
-    """Copy rank `src`'s `tensor` into everybody's, chunk by chunk; see `ProcessGroup.broadcast_stream`."""
+    """Copy rank `src`'s `tensor` into everybody's, handing over each chunk of `chunk_bytes` once it is complete.
+
+    `tensor` is as for `broadcast`, and C-contiguous; `chunk_bytes` is the same on all ranks. See `ChunkStream`. On the
+    root a chunk is complete when it may be written again. The time-out bounds the whole operation.
+
+    `src` is a global rank, also in a smaller group; `group_src` is one of the group.
+
+    Arrays are numpy's, torch's tensors on the CPU, and whatever exposes its memory (buffer protocol, DLPack), also a
+    GPU's (`__cuda_array_interface__`), of any dtype of bools, integers, floats or complex numbers in native byte order;
+    those of host memory may be strided. Until the Work is done they belong to the operation.
+
+    All ranks of the group call it, in the same order for each `tag`; tasks that call at the same time take different
+    tags. `timeout` (seconds, a timedelta, None for no limit; by default the group's) bounds the operation.
+
+    Raises TypeError and ValueError at the call for wrong arguments, before a byte moves; the other ranks raise
+    CollectiveMismatchError then, and the group goes on. All ranks raise it where they differ in operation, size, dtype,
+    reduction or root. CollectiveTimeoutError (`.missing`: ranks that did not come) and PeerLostError (`.rank`) end the
+    group on all ranks: later calls raise GroupAbortedError.
+    """
     found = resolve(group)
     root = root_of(found, "broadcast_stream", tag, src, group_src, "src")
     return found.broadcast_stream(tensor, root, chunk_bytes=chunk_bytes, tag=tag, timeout=timeout, in_global_ranks=True)
@@ -240,7 +548,24 @@ def all_gather_stream(
     tag: int = 0,
     timeout: Timeout = INHERIT,
 ) -> ChunkStream:
-    """Gather everybody's `input` in `output`, chunk by chunk; see `ProcessGroup.all_gather_stream`."""
+    """Gather everybody's `input` in `output`, handing over each chunk of each rank's once it is complete.
+
+    `output` is one array of `size` times the elements of `input`, or a list of `size` arrays shaped like it; all are
+    C-contiguous. `chunk_bytes`, of one rank's block, is the same on all ranks. See `ChunkStream`. The time-out bounds
+    the whole operation.
+
+    Arrays are numpy's, torch's tensors on the CPU, and whatever exposes its memory (buffer protocol, DLPack), also a
+    GPU's (`__cuda_array_interface__`), of any dtype of bools, integers, floats or complex numbers in native byte order;
+    those of host memory may be strided. Until the Work is done they belong to the operation.
+
+    All ranks of the group call it, in the same order for each `tag`; tasks that call at the same time take different
+    tags. `timeout` (seconds, a timedelta, None for no limit; by default the group's) bounds the operation.
+
+    Raises TypeError and ValueError at the call for wrong arguments, before a byte moves; the other ranks raise
+    CollectiveMismatchError then, and the group goes on. All ranks raise it where they differ in operation, size, dtype,
+    reduction or root. CollectiveTimeoutError (`.missing`: ranks that did not come) and PeerLostError (`.rank`) end the
+    group on all ranks: later calls raise GroupAbortedError.
+    """
     return resolve(group).all_gather_stream(
         output, input, chunk_bytes=chunk_bytes, tag=tag, timeout=timeout, in_global_ranks=True
     )

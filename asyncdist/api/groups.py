@@ -1,4 +1,4 @@
-"""Groups made of groups."""
+"""Groups made of a group, one or several at once, and the end of a group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""send and recv in their forms; peers are global ranks, or `group_src` and `group_dst` group ranks."""
+"""send and recv in their forms, and several of them in one call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,34 @@ def isend(
     group_dst: int | None = None,
     timeout: Timeout = None,
 ) -> Work[None]:
-    """Send `tensor` to rank `dst`; see `ProcessGroup.isend`."""
+    """Send `tensor` (any shape) to rank `dst`; done when `tensor` may be written again, not when it arrived.
+
+    A send that is done well is received, in its place, if the two ranks live and `dst` receives it. A message of 256
+    KiB or less mostly is done at once; a longer one waits for its receive.
+
+    Withdrawn by `work.cancel()` only, before a receive has matched: then it is as if it had never been sent, and
+    `tensor` is free. A receive that has matched it without this rank's knowing raises CollectiveTimeoutError. No
+    time-out unless one is given; expiry withdraws the send or, if the message is on its way, ends that message and
+    nothing else: its receive raises CollectiveTimeoutError, too. A GPU cannot be stopped in the middle: a send of its
+    array is never withdrawn, and expiry breaks the connection, so that the two ranks are lost to each other and, on
+    every rank, to the collectives of all groups that have one of them. `dst` may be this rank.
+
+    `dst` is a global rank, also in a smaller group; `group_dst` is one of the group.
+
+    Arrays are numpy's, torch's tensors on the CPU, and whatever exposes its memory (buffer protocol, DLPack), also a
+    GPU's (`__cuda_array_interface__`), of any dtype of bools, integers, floats or complex numbers in native byte order;
+    those of host memory may be strided. Until the Work is done they belong to the operation.
+
+    Matched by source and `tag` (an int of at least 0), in order. `timeout` (seconds or a timedelta; None, the default,
+    is no limit) bounds the operation: CollectiveTimeoutError, and the message is withdrawn if no receive has matched
+    it.
+
+    Raises TypeError and ValueError at the call for wrong arguments, PeerLostError (`.rank`) where the other rank is
+    lost; messages between other ranks go on.
+
+    Issued at the call, in call order; returns a `Work` at once. `await work` gives the result or raises; cancelling a
+    waiter ends only its waiting.
+    """
     found = resolve(group)
     return found.pairs.send(tensor, required_peer(found, dst, group_dst, "dst"), tag, timeout, abandon=False)
 
@@ -39,7 +66,26 @@ def send(
     group_dst: int | None = None,
     timeout: Timeout = None,
 ) -> Work[None]:
-    """As `isend`, but withdrawn when its last waiter is cancelled before it matched; see `ProcessGroup.send`."""
+    """As `isend`, but withdrawn also when the last task awaiting it is cancelled, before a receive has matched.
+
+    A message that is on its way then still arrives: who may be cancelled keeps the Work and awaits it again.
+
+    `dst` is a global rank, also in a smaller group; `group_dst` is one of the group.
+
+    Arrays are numpy's, torch's tensors on the CPU, and whatever exposes its memory (buffer protocol, DLPack), also a
+    GPU's (`__cuda_array_interface__`), of any dtype of bools, integers, floats or complex numbers in native byte order;
+    those of host memory may be strided. Until the Work is done they belong to the operation.
+
+    Matched by source and `tag` (an int of at least 0), in order. `timeout` (seconds or a timedelta; None, the default,
+    is no limit) bounds the operation: CollectiveTimeoutError, and the message is withdrawn if no receive has matched
+    it.
+
+    Raises TypeError and ValueError at the call for wrong arguments, PeerLostError (`.rank`) where the other rank is
+    lost; messages between other ranks go on.
+
+    Issued at the call, in call order; returns a `Work` at once. `await work` gives the result or raises; when the last
+    waiter is cancelled before message and receive have matched, it is withdrawn, and no other message is lost.
+    """
     found = resolve(group)
     return found.pairs.send(tensor, required_peer(found, dst, group_dst, "dst"), tag, timeout, abandon=True)
 
@@ -53,9 +99,30 @@ def irecv(
     group_src: int | None = None,
     timeout: Timeout = None,
 ) -> Work[int]:
-    """Receive into `tensor` from rank `src`, or from any; the result is the source's global rank.
+    """Receive into `tensor`, of the sender's dtype and at least its size, from rank `src` (None: from any).
 
-    See `ProcessGroup.irecv`.
+    The result is the source's global rank. A message of another dtype or too large raises CollectiveMismatchError and
+    is dropped; the pair stays usable. From any source it raises PeerLostError when a member is lost while it waits, and
+    when all the others are gone; one that is posted after a loss waits for those who are left. It connects to nobody,
+    so of a rank that this one never met it hears only from others that lost it, or if that was rank 0 and hosted the
+    store: where that may not do, give a time-out. Withdrawn by `work.cancel()` only, before a message has matched. No
+    time-out unless one is given; expiry withdraws the receive or, if a message is coming in, throws that away and ends
+    nothing else (a GPU array's: as `isend`).
+
+    `src` is a global rank, also in a smaller group; `group_src` is one of the group.
+
+    Arrays are numpy's, torch's tensors on the CPU, and whatever exposes its memory (buffer protocol, DLPack), also a
+    GPU's (`__cuda_array_interface__`), of any dtype of bools, integers, floats or complex numbers in native byte order;
+    those of host memory may be strided. Until the Work is done they belong to the operation.
+
+    Matched by source and `tag` (an int of at least 0), in order. `timeout` (seconds or a timedelta; None, the default,
+    is no limit) bounds the operation: CollectiveTimeoutError, and nothing is lost if no message has matched.
+
+    Raises TypeError and ValueError at the call for wrong arguments, PeerLostError (`.rank`) where the other rank is
+    lost; messages between other ranks go on.
+
+    Issued at the call, in call order; returns a `Work` at once. `await work` gives the result or raises; cancelling a
+    waiter ends only its waiting.
     """
     found = resolve(group)
     source = peer_of(found, src, group_src, "src")
@@ -71,7 +138,27 @@ def recv(
     group_src: int | None = None,
     timeout: Timeout = None,
 ) -> Work[int]:
-    """As `irecv`, but withdrawn when its last waiter is cancelled before a message matched; see `ProcessGroup.recv`."""
+    """As `irecv`, but withdrawn also when the last task awaiting it is cancelled, before a message has matched.
+
+    No message is lost then. One that is coming in, as a large one does for a while, still comes into `tensor`: who may
+    be cancelled keeps the Work and awaits it again. One that came in the moment of cancelling goes to the next receive,
+    behind those that receives posted meanwhile have got.
+
+    `src` is a global rank, also in a smaller group; `group_src` is one of the group.
+
+    Arrays are numpy's, torch's tensors on the CPU, and whatever exposes its memory (buffer protocol, DLPack), also a
+    GPU's (`__cuda_array_interface__`), of any dtype of bools, integers, floats or complex numbers in native byte order;
+    those of host memory may be strided. Until the Work is done they belong to the operation.
+
+    Matched by source and `tag` (an int of at least 0), in order. `timeout` (seconds or a timedelta; None, the default,
+    is no limit) bounds the operation: CollectiveTimeoutError, and nothing is lost if no message has matched.
+
+    Raises TypeError and ValueError at the call for wrong arguments, PeerLostError (`.rank`) where the other rank is
+    lost; messages between other ranks go on.
+
+    Issued at the call, in call order; returns a `Work` at once. `await work` gives the result or raises; when the last
+    waiter is cancelled before message and receive have matched, it is withdrawn, and no other message is lost.
+    """
     found = resolve(group)
     source = peer_of(found, src, group_src, "src")
     return found.pairs.receive(tensor, source, tag, timeout, abandon=True)
@@ -86,7 +173,21 @@ def recv_array(
     group_src: int | None = None,
     timeout: Timeout = None,
 ) -> Work[Any]:
-    """Receive an array of the sender's shape and dtype; see `ProcessGroup.recv_array`."""
+    """Receive an array of the sender's shape and dtype, at most `max_bytes` large, from rank `src` (None: any).
+
+    The result is a new numpy array; `work.source_rank()` tells the source, as a global rank. Withdrawn as `recv` is.
+
+    `src` is a global rank, also in a smaller group; `group_src` is one of the group.
+
+    Matched by source and `tag` (an int of at least 0), in order. `timeout` (seconds or a timedelta; None, the default,
+    is no limit) bounds the operation: CollectiveTimeoutError, and nothing is lost if no message has matched.
+
+    Raises TypeError and ValueError at the call for wrong arguments, PeerLostError (`.rank`) where the other rank is
+    lost; messages between other ranks go on.
+
+    Issued at the call, in call order; returns a `Work` at once. `await work` gives the result or raises; when the last
+    waiter is cancelled before message and receive have matched, it is withdrawn, and no other message is lost.
+    """
     found = resolve(group)
     source = peer_of(found, src, group_src, "src")
     return found.pairs.receive_array(source, tag, max_bytes, timeout)

@@ -1,4 +1,4 @@
-"""Questions about groups and backends: none of these communicates."""
+"""What needs no other rank: questions about groups and backends, and arrays in memory that a host's ranks share."""
 
 from __future__ import annotations
 
@@ -179,10 +179,21 @@ def supports_complex(reduceOp: ReduceOpLike) -> bool:
 
 
 def empty(shape: Shape, dtype: DTypeLike = np.float32, group: Group = None) -> Array:
-    """An array in memory the host's ranks share: what is sent of it is not copied; see `ProcessGroup.empty`."""
+    """A C-contiguous array of `shape` and `dtype`, not initialized, as `numpy.empty` makes it.
+
+    Where memory is not shared (another transport or system, ASYNCDIST_EMPTY_BYTES reached) it is just that. Local: the
+    other ranks need not call it. Raises TypeError and ValueError as numpy does.
+
+    They stay valid as long as anyone uses them, whatever becomes of the group, and their memory goes with the last view
+    of them. A forked child has the parent's memory, not a copy of it: what either writes, both see.
+    """
     return resolve(group).empty(shape, dtype)
 
 
 def zeros(shape: Shape, dtype: DTypeLike = np.float32, group: Group = None) -> Array:
-    """The same, filled with zeros; see `ProcessGroup.zeros`."""
+    """As `empty`, filled with zeros.
+
+    They stay valid as long as anyone uses them, whatever becomes of the group, and their memory goes with the last view
+    of them. A forked child has the parent's memory, not a copy of it: what either writes, both see.
+    """
     return resolve(group).zeros(shape, dtype)

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, ParamSpec, TypeVar
 
-from asyncdist.api.manual import AWAITED, WITHDRAWN
+from asyncdist.api import AWAITED, WITHDRAWN
 from asyncdist.api.point_to_point import P2POp
 from asyncdist.blocking.group import ProcessGroup, inner_of
 from asyncdist.blocking.refuse_loop import refuse_loop
@@ -107,7 +107,7 @@ def collective(
 def _marked(lifted: Callable[P, T], function: Callable[..., Any], awaited: str, withdrawn: str) -> Callable[P, T]:
     lifted.__module__ = "asyncdist.blocking"
     if lifted.__doc__:
-        lifted.__doc__ = lifted.__doc__.replace(AWAITED, awaited).replace(WITHDRAWN, withdrawn)
+        lifted.__doc__ = inspect.cleandoc(lifted.__doc__).replace(AWAITED, awaited).replace(WITHDRAWN, withdrawn)
     setattr(lifted, _ORIGINAL, function)
     return lifted
 

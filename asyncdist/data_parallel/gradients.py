@@ -1,4 +1,8 @@
-"""Averaging gradients and handing out parameters: many arrays in few operations, which overlap with what follows."""
+"""Averaging gradients and handing out parameters: many arrays in few operations, which overlap with what follows.
+
+A list of arrays is divided into buckets, the same way on all ranks. Each bucket is one operation, and a `JoinedWork` is
+done once all of them are.
+"""
 
 from __future__ import annotations
 

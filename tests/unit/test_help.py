@@ -66,6 +66,25 @@ def of_all(name: str) -> bool:
     return inspect.signature(getattr(asyncdist, name)).parameters["timeout"].default is INHERIT
 
 
+@pytest.mark.parametrize(
+    "beginning",
+    [
+        "All ranks of the group call it",
+        "Raises TypeError and ValueError at the call for wrong arguments, before",
+        "Raises TypeError and ValueError at the call for wrong arguments, PeerLost",
+        "Arrays are numpy's",
+        "None, bool, int, float",
+        "Objects encoded beyond",
+        "Lists of arrays of one dtype",
+    ],
+)
+def test_what_functions_share_is_said_in_the_same_words(beginning: str) -> None:
+    said = {" ".join(text.split()) for name in TIMED for text in help_of(name).split("\n\n") if beginning in text}
+    extra = " Which dtypes an `op` takes is said at `ReduceOp`."
+    shared = {text[text.index(beginning) :].removesuffix(extra) for text in said}
+    assert len(shared) == 1
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_lines_fit_a_terminal_and_nothing_is_left_out(name: str) -> None:
     text = help_of(name)
@@ -77,7 +96,7 @@ def test_lines_fit_a_terminal_and_nothing_is_left_out(name: str) -> None:
 def test_blocking_functions_do_not_speak_of_awaiting(name: str) -> None:
     text = inspect.getdoc(getattr(blocking, name)) or ""
     assert "`await work`" not in text
-    if "see `ProcessGroup." in help_of(name):
+    if "Issued at the call" in help_of(name):
         assert "Waits and returns" in text or "returns what is to be waited for" in text
 
 

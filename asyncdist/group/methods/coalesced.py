@@ -1,4 +1,4 @@
-"""The coalesced collectives: many arrays in one operation; see `methods.issuer` for what all have in common."""
+"""Collectives on lists of arrays; see `methods.issuer` for what all have in common."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The collectives of torch.distributed on arrays of known size; see `methods.issuer` for what all have in common."""
+"""Collectives on arrays of known size; see `methods.issuer` for what all have in common."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives and messages of Python objects; see `asyncdist.arrays.objects` for which, and how they travel."""
+"""Collectives and messages whose sizes only the senders know: Python objects, and arrays of any shape and dtype."""
 
 from __future__ import annotations
 
