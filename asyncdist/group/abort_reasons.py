@@ -1,12 +1,12 @@
-"""Causes: why a group is aborted, as a kind that travels between ranks and as the error each rank raises.
+"""Why a group is aborted: as a kind that travels between ranks, and as the error that each rank raises.
 
 | kind | cause |
 | --- | --- |
-| `abort` | somebody called `abort`, or left with an exception: point-to-point ends too |
+| `abort` | a rank called `abort`, or left with an exception: point-to-point ends too |
 | `failed` | a rank could not go on, for want of memory perhaps |
 | `lost`, `left` | a rank is gone, without or with a goodbye |
 | `timeout` | an operation's deadline passed |
-| `mismatch` | two ranks asked for different things: `rank`, and as `missing` the one that found it |
+| `mismatch` | two ranks asked for different things: `rank`, and as `missing` the rank that found it |
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ __all__ = [
 FAILED: Final = "failed"
 
 CONSEQUENCES: Final = (PeerLostError, GroupAbortedError, CollectiveTimeoutError)
-"""What a rank raises because of something that all members of the group it happened in hear of by themselves."""
+"""Errors of a rank whose causes all members of the group hear of by themselves."""
 
 
 def abort_cause(kind: str, text: str, rank: int | None, missing: Sequence[int], own: int) -> DistError:
-    """The error that another rank's news of an abort stands for, on rank `own`.
+    """Return the error to raise on rank `own` for an abort that another rank tells of.
 
-    Of a mismatch `rank` and `missing` are the ranks that differ, and the error names one that is not this.
+    Of a mismatch `rank` and `missing` are the ranks that differ; the error names one that is not this rank.
     """
     if kind in ("lost", "left") and rank is not None:
         return PeerLostError(text, rank, left=kind == "left")
@@ -61,13 +61,13 @@ def abort_cause(kind: str, text: str, rank: int | None, missing: Sequence[int], 
 
 
 def aborted_by(rank: int, reason: str) -> GroupAbortedError:
-    """What `abort(reason)` on `rank` means to everybody."""
-    said = reason.startswith(f"rank {rank} ")  # what it did: it need not be named twice
+    """Return what all members raise when `rank` calls `abort(reason)`."""
+    said = reason.startswith(f"rank {rank} ")  # then the rank need not be named twice
     return GroupAbortedError(reason if said else f"rank {rank} aborted the group: {reason}", reason, rank)
 
 
 def failed_on(rank: int, operation: str, error: BaseException) -> GroupAbortedError:
-    """What it means to everybody that `rank` cannot carry out `operation` (`all_reduce #1`)."""
+    """Return what all members raise when `rank` cannot carry out `operation` (`all_reduce #1`)."""
     text = f"rank {rank} failed in {operation}: {named(error)}"
     failed = GroupAbortedError(text, text, rank)
     failed.__cause__ = error
@@ -75,14 +75,14 @@ def failed_on(rank: int, operation: str, error: BaseException) -> GroupAbortedEr
 
 
 def named(error: BaseException) -> str:
-    """`KeyError: 'x'`: what an exception says, which often means little without its type."""
+    """`KeyError: 'x'`: an exception's text often means little without its type."""
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def kind_of(error: BaseException) -> str:
-    """What an operation's failure, if it is no mismatch, makes of its group.
+    """Return the kind of abort that an operation's failure, if it is no mismatch, makes of its group.
 
-    Empty where nobody else depends on it: the world is closed, and so the group; or a result cannot be used here.
+    Empty where no other rank depends on it: the world is closed, and so the group; or a result cannot be used here.
     """
     if isinstance(error, PeerLostError):
         return "left" if error.left else "lost"
@@ -90,9 +90,9 @@ def kind_of(error: BaseException) -> str:
 
 
 def explain(where: str, error: BaseException) -> DistError:
-    """The same error, saying which operation it ended; its cause is `error`'s, as its text repeats `error`'s.
+    """Return the same error, which says as well which operation it ended; its cause is the cause of `error`.
 
-    Where the error begins with the operation that `where` ends with, that is not said twice.
+    An operation that `where` ends with and the error begins with is named once.
     """
     operation = where.rpartition(", ")[2]
     text = f"{where}: {str(error).removeprefix(operation + ' ')}"
@@ -113,9 +113,9 @@ def explain(where: str, error: BaseException) -> DistError:
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """Of an exception group, such as a TaskGroup raises, the first that is no consequence of an aborted group.
+    """Return the first exception of a group, as a TaskGroup raises, that is no consequence of an aborted group.
 
-    The first of all where there is none, and any other exception itself.
+    Where all are consequences, the first of all. Any other exception is returned itself.
     """
     leaves = _leaves(error)
     return next((leaf for leaf in leaves if not isinstance(leaf, CONSEQUENCES)), leaves[0])

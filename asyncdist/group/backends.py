@@ -1,9 +1,9 @@
-"""GroupBackends: what carries out the operations of one group, by where their arrays are."""
+"""The backends of one group: one for host arrays, one for GPU arrays."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from asyncdist.collectives.arguments.call import Call
 from asyncdist.collectives.arguments.items import ItemCall
@@ -24,8 +24,8 @@ PATH_VARIABLE: Final = "ASYNCDIST_CUDA_PATH"
 """Asks for a path (see `gpu.backend`) whatever is the best one; the same on all ranks."""
 
 
-class _Owner(Protocol):
-    """The group; see `gpu.backend.DeviceOwner`."""
+class _Group(Protocol):
+    """What the group does for its backends; see `gpu.backend.DeviceOwner`."""
 
     timeout_s: float | None
 
@@ -40,13 +40,11 @@ class _Owner(Protocol):
     def watch_parts(self, group_id: int, tag: int) -> None: ...
 
 
-class GroupBackends(GroupBackend):
-    """The backend of host arrays, and that of GPU arrays from the first of them on.
+class GroupBackends:
+    """Holds the backend of host arrays and, from the first GPU array on, that of GPU arrays.
 
-    Together they are one backend: what is dropped or aborted is so in both. `host` starts calls on host arrays itself.
+    The group starts calls at `host` or `devices`. What is dropped, aborted or closed here is so in both.
     """
-
-    name: ClassVar[str] = "all"
 
     def __init__(
         self,
@@ -54,15 +52,29 @@ class GroupBackends(GroupBackend):
         group_id: int,
         ranks: tuple[int, ...],
         names: BackendNames,
-        owner: _Owner,
+        owner: _Group,
     ) -> None:
-        super().__init__(world.mesh, group_id, ranks, ranks.index(world.rank))
         self.names = names
-        self.host: GroupBackend = _make_host_backend(world, group_id, ranks, names, self, owner)
+        self._world = world
+        self._group_id = group_id
+        self._ranks = ranks
+        self._owner = owner
+        self.host = self._make_host()
         self.devices: DeviceBackend | None = None
         self._host_watch: HostWatch | None = None
-        self._world = world
-        self._owner = owner
+
+    def _make_host(self) -> GroupBackend:
+        world, names, ranks = self._world, self.names, self._ranks
+        place = world.mesh, self._group_id, ranks, ranks.index(world.rank)
+        factory = None if names.cpu is None else names.cpu.factory
+        if factory is not None:
+            return factory(*place)
+        tuning = world.tuning.of_group(ranks)
+        if names.cpu is None:
+            return _ControlBackend(self, *place, loop=world.loop, pool=world.pool, tuning=tuning)
+        lanes = world.options.get("lanes") is True
+        different = self._owner.differs
+        return AioBackend(*place, loop=world.loop, pool=world.pool, tuning=tuning, lanes=lanes, on_different=different)
 
     def describe(self) -> str:
         """`aio`, or `cpu:aio,cuda:nccl path nccl` once GPU arrays have come, for the group's repr."""
@@ -86,7 +98,7 @@ class GroupBackends(GroupBackend):
             settings = DeviceSettings(
                 loop=world.loop,
                 pool=world.pool,
-                tuning=world.tuning.of_group(self.ranks),
+                tuning=world.tuning.of_group(self._ranks),
                 host=world.host,
                 backend=self.names.cuda,
                 path=path,
@@ -95,14 +107,14 @@ class GroupBackends(GroupBackend):
             )
             self.devices = DeviceBackend(
                 world.mesh,
-                self.group_id,
-                self.ranks,
-                self.rank,
+                self._group_id,
+                self._ranks,
+                self._ranks.index(world.rank),
                 provider=found,
                 settings=settings,
                 owner=self._owner,
             )
-            if len(self.ranks) > 1:
+            if len(self._ranks) > 1:
                 self._host_watch = HostWatch(world.loop, self.host, self._owner.ask)
         return self.devices
 
@@ -118,21 +130,6 @@ class GroupBackends(GroupBackend):
         devices = self.on_gpus()
         return DevicePairs(devices.surroundings(), self._world.host, devices.wish)
 
-    def start(self, call: Call, work: CollectiveWork, on_end: OnEnd) -> None:
-        """Begin `call` where its arrays are."""
-        if call.device is None:
-            self.host.start(call, work, on_end)
-        else:
-            devices = self.on_gpus()
-            devices.check(call)
-            devices.start(call, work, on_end)
-
-    # Both.
-
-    def algorithm_of(self, recipe_key: tuple[Any, ...]) -> str:
-        """See GroupBackend."""
-        return self.host.algorithm_of(recipe_key)
-
     def waiting_for(self, tag: int, sequence: int) -> tuple[int, ...]:
         """See GroupBackend."""
         found = self.host.waiting_for(tag, sequence)
@@ -144,14 +141,6 @@ class GroupBackends(GroupBackend):
         self._owner.dropped(tag, sequence)
         if self.devices is not None:
             self.devices.drop(tag, sequence)
-
-    def closing(self) -> None:
-        """See GroupBackend."""
-        self.host.closing()
-
-    def settle(self) -> None:
-        """See GroupBackend."""
-        self.host.settle()
 
     def close(self) -> None:
         """See GroupBackend."""
@@ -205,30 +194,3 @@ class _ControlBackend(AioBackend):
     def _start_late(self, call: Call, work: CollectiveWork, on_end: OnEnd) -> None:
         if not work.done():
             super().start(call, work, on_end)
-
-
-def _make_host_backend(
-    world: World, group_id: int, ranks: tuple[int, ...], names: BackendNames, backends: GroupBackends, owner: _Owner
-) -> GroupBackend:
-    """The backend for the host arrays of a group that this rank is a member of."""
-    rank = ranks.index(world.rank)
-    factory = None if names.cpu is None else names.cpu.factory
-    if factory is not None:
-        return factory(world.mesh, group_id, ranks, rank)
-    tuning = world.tuning.of_group(ranks)
-    lanes = world.options.get("lanes") is True
-    if names.cpu is None:
-        return _ControlBackend(
-            backends, world.mesh, group_id, ranks, rank, loop=world.loop, pool=world.pool, tuning=tuning
-        )
-    return AioBackend(
-        world.mesh,
-        group_id,
-        ranks,
-        rank,
-        loop=world.loop,
-        pool=world.pool,
-        tuning=tuning,
-        lanes=lanes,
-        on_different=owner.differs,
-    )

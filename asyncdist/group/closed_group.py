@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncdist.collectives.backend import WorkKey
-from asyncdist.group.membership import GroupOrder
+from asyncdist.group.membership import CreationOrder
 from asyncdist.world.world import CLOSED, CLOSED_SINCE, ISSUED, World
 
 __all__ = ["EndedGroup"]
@@ -27,7 +27,7 @@ class EndedGroup:
         group_id: int,
         ranks: tuple[int, ...],
         issued: Mapping[int, int],
-        order: GroupOrder,
+        order: CreationOrder,
         words: Mapping[WorkKey, tuple[str, str]],
     ) -> None:
         self.ranks = ranks

@@ -1,11 +1,11 @@
-"""Expiry: the deadlines of a group's collectives, and finding out whose fault it is when one takes long.
+"""The deadlines of a group's collectives, and which ranks are missing when a collective takes long.
 
-One timer serves all operations under way. When a deadline passes, every member is asked whether it ever issued the
-operation, and connected to for that; those that did not, and those that do not answer, are the ones that are missing.
+One timer serves all operations under way. When a deadline passes, every member is connected to and asked whether it has
+ever issued the operation. The members that have not, and those that do not answer, are missing.
 
-Long before, from `ASK_S` on, those that an operation waits for are asked the same: one that runs something else, has
-closed the group or never made it is named at once. Who is only late costs a few messages, as each question comes at
-twice the age of the one before.
+Long before, from `ASK_S` on, the ranks that an operation waits for are asked the same. A rank that runs something else,
+has closed the group or never made it is named at once. A rank that is only late costs a few messages, as each question
+comes at twice the age of the one before.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from asyncdist.errors import CollectiveTimeoutError
 from asyncdist.transport.config import LATE_S
 from asyncdist.world.world import ABSENCES, ISSUED, NOT_CALLED, World
 
-__all__ = ["ASK_S", "MAX_PROBE_DIALS", "MONITORED_BARRIER", "NOT_HEARD_FROM", "PROBE_S", "Expiry", "timeout_error"]
+__all__ = ["ASK_S", "MAX_PROBE_DIALS", "MONITORED_BARRIER", "NOT_HEARD_FROM", "PROBE_S", "Deadlines", "timeout_error"]
 
 MONITORED_BARRIER: Final = "monitored_barrier"
 """The operation whose expiry on the group's first rank asks all members, however many: that is what it is for."""
 
 ASK_S: Final = 0.5
-"""How long the first operations of a group take at most where all is well and nobody computes; then it is worth a
-message, and the error comes within a second."""
+"""How long the first operations of a group take at most where all is well and no rank computes. Then a message is worth
+its price, and the error comes within a second."""
 
 PROBE_S: Final = 0.5
-"""How long members have to answer: a loop that cannot within half a second is stuck itself, and failures are to name
-the rank within a second."""
+"""How long members have to answer: a loop that cannot answer within half a second is stuck itself, and failures are to
+name the rank within a second."""
 
 MAX_PROBE_DIALS: Final = 256
-"""Largest group of which all members are asked, connected or not. In larger ones, where everybody may be asking at that
-moment, connections for the question alone would be too many; then only the connected can be found missing."""
+"""Largest group of which all members are asked, connected or not. In larger ones, where all may ask at that moment,
+connections for the question alone would be too many; there only connected ranks are found missing."""
 
 ASKED_S: Final = 3600.0
-"""How old an operation gets that is asked about: a loop that has nothing else to do may end some time."""
+"""How old an operation gets that is asked about: a loop that has nothing else to do is to end some time."""
 
 LOOK_S: Final = 0.25
-"""How long after a look at all operations the next comes at the earliest, unless a deadline passes: each would be asked
-about at a moment of its own, and there may be thousands."""
+"""Least time between two looks at all operations, unless a deadline passes: else each of thousands of operations would
+be asked about at a moment of its own."""
 
 SILENT: Final = "no answer"
 NOT_HEARD_FROM: Final = "nothing came from there"
-"""Why a member is missing that has not said why; the others' words are `world.ABSENCES`."""
+"""Why a member is missing that has not said why; what members say is in `world.ABSENCES`."""
 
 
 def timeout_error(work: CollectiveWork, rank: int, missing: Mapping[int, str]) -> CollectiveTimeoutError:
-    """What the expiry of `work` on global rank `rank` means to all members; `missing` says why by global rank."""
+    """Return what all members raise when `work` expires on global rank `rank`; `missing` says why by global rank."""
     text = f"{work.operation} #{work.sequence} timed out on rank {rank}"
     if missing:
         whys = dict.fromkeys(missing.values())
@@ -67,7 +67,7 @@ class _Probe(NamedTuple):
     timer: asyncio.TimerHandle
 
 
-class Expiry:
+class Deadlines:
     """Watches `works`; calls `expired(work, missing)` with the global ranks that were missing, if known, and why."""
 
     def __init__(
@@ -85,7 +85,7 @@ class Expiry:
         self._works = works
         self._expired = expired
         self._timer: asyncio.Handle | None = None
-        self._due_s = math.inf  # not the timer's to say: uvloop makes a plain handle of one that is due at once
+        self._due_s = math.inf  # kept here, as uvloop makes a plain handle of a timer that is due at once
         self._probes: dict[WorkKey, _Probe] = {}
 
     def watch(self, work: CollectiveWork, timeout_s: float | None) -> None:
@@ -99,19 +99,19 @@ class Expiry:
             self._restart(at_s)
 
     def ask(self, rank: int, tag: int, sequence: int) -> bool:
-        """Ask one member, whatever the deadline; it also says what it runs there, if it has issued anything.
+        """Ask one member, whatever the deadline; a member that runs anything in that place says what it is.
 
-        False if it is lost or has left.
+        False if the member is lost or has left.
         """
         return bool(self._world.tell((rank,), ["probe", self._group_id, tag, sequence], dial=True))
 
     def tell(self, rank: int, tag: int, sequence: int, issued: bool) -> None:
-        """Answer a member's question."""
+        """Answer a member's probe."""
         state = ISSUED if issued else NOT_CALLED
         self._world.tell((rank,), ["status", self._group_id, tag, sequence, state], dial=False)
 
     def answered(self, sender: int, tag: int, sequence: int, state: str) -> bool:
-        """A member answered a probe. False if that was not one about a deadline that has passed."""
+        """A member answered a probe. False if no deadline has passed that the probe was about."""
         probe = self._probes.get((tag, sequence))
         if probe is None:
             return False
@@ -123,7 +123,7 @@ class Expiry:
         return True
 
     def stop(self) -> None:
-        """Watch nothing any more."""
+        """Stop watching."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

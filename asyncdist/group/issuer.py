@@ -25,15 +25,15 @@ from asyncdist.errors import (
 )
 from asyncdist.group.abort_reasons import FAILED, explain, failed_on, kind_of
 from asyncdist.group.backends import GroupBackends
-from asyncdist.group.deadlines import NOT_HEARD_FROM, Expiry, timeout_error
-from asyncdist.group.membership import GroupOrder
+from asyncdist.group.deadlines import NOT_HEARD_FROM, Deadlines, timeout_error
+from asyncdist.group.membership import CreationOrder
 from asyncdist.group.methods import Operations
 from asyncdist.group.methods.issuer import check_rank, rank_number
-from asyncdist.group.mismatch import Consistency, Evidence
+from asyncdist.group.mismatch import MismatchFinder, StrayMessages
 from asyncdist.group.overlap_warning import OverlapWatch
 from asyncdist.group.point_to_point import Pairs, check_tag
-from asyncdist.group.rejected_calls import Refusals
-from asyncdist.group.unretrieved import Failures, watch, watches
+from asyncdist.group.rejected_calls import RejectedCalls
+from asyncdist.group.unretrieved import UnretrievedErrors, watch, watches
 from asyncdist.work import Work
 from asyncdist.world.world import CLOSED, NOT_MADE, World
 
@@ -53,7 +53,7 @@ class GroupCore(Operations):
         backend_names: BackendNames,
         *,
         is_world: bool = False,
-        origin: tuple[GroupOrder, int] | None = None,
+        origin: tuple[CreationOrder, int] | None = None,
         parent: tuple[int, str] | None = None,
     ) -> None:
         """`parent` are id and name of the group that this one is made of."""
@@ -75,11 +75,11 @@ class GroupCore(Operations):
         self._last_task = self._overlap.last_task
         self._sequences: dict[int, int] = {}
         self._works: dict[WorkKey, CollectiveWork] = {}
-        self._expiry = Expiry(world, group_id, ranks, self._works, self._expired)
-        self._failures = Failures()
-        self._consistency = Consistency(world, group_id, ranks, self._backends, self._works, self._differ)
-        self._evidence = Evidence(world.mesh, group_id, self._works, self._sequences, self.differs)
-        self._early = self._evidence.early
+        self._deadlines = Deadlines(world, group_id, ranks, self._works, self._expired)
+        self._unretrieved = UnretrievedErrors()
+        self._mismatches = MismatchFinder(world, group_id, ranks, self._backend, self._works, self._differ)
+        self._strays = StrayMessages(world.mesh, group_id, self._works, self._sequences, self.differs)
+        self._early = self._strays.early
         self._differing: dict[WorkKey, int] = {}
         """Places of the order where another rank, and which, was found to run something else: nothing ends well now."""
         self._verdict = asyncio.Event()
@@ -90,11 +90,11 @@ class GroupCore(Operations):
             self._watch_all()
         self._askers: dict[int, int] = {}
         """Members that have waited long for a collective, and its tag: they are told when this group is closed here."""
-        self._refusals = Refusals(
-            world, group_id, ranks, self._backends, self._works, self._sequences, self._fail_refused, self._abort
+        self._rejected = RejectedCalls(
+            world, group_id, ranks, self._backends.drop, self._works, self._sequences, self._fail_refused, self._abort
         )
         self._subgroups = SubgroupNames(group_id, name)
-        self._order = GroupOrder(world, group_id, name, ranks)
+        self._order = CreationOrder(world, group_id, name)
         self._origin = origin
         """Where this group stands among those made of one group by calls of all its ranks, if it is one."""
         self._parent = parent
@@ -181,24 +181,24 @@ class GroupCore(Operations):
             if last is None or last() is not current_task(self._loop):
                 self._overlap.issue(tag, operation)
         except Exception as error:  # wrong, as a rule; or a function of the user's fails, or a warning is an error
-            self._refusals.tell(tag, sequence, error)
+            self._rejected.tell(tag, sequence, error)
             raise
         work = CollectiveWork(self._loop, operation, call.nbytes, tag, sequence, call.result, self)
         work._spinner = self.world.mesh.spinner
         key = work.key
-        if self._refusals.early and key in self._refusals.early:
-            self._fail(work, explain(self.where(operation, sequence), self._refusals.early.pop(key)))
+        if self._rejected.early and key in self._rejected.early:
+            self._fail(work, explain(self.where(operation, sequence), self._rejected.early.pop(key)))
             return work
         self._works[key] = work
-        self._consistency.issued((key, operation, call.recipe_key, ""))
+        self._mismatches.issued((key, operation, call.recipe_key, ""))
         try:
             backend.start(call, work, self._ended)
         except BaseException as error:  # out of memory, or the mesh is gone: nobody else may wait for us either
             del self._works[key]
-            self._refusals.tell(tag, sequence, error)
+            self._rejected.tell(tag, sequence, error)
             raise
         if not work._done:
-            self._expiry.watch(work, timeout_s)
+            self._deadlines.watch(work, timeout_s)
         return work
 
     def _watch_all(self) -> None:
@@ -217,11 +217,11 @@ class GroupCore(Operations):
         if self._aborted is None:
             sequence = self._sequences.get(tag, 0)
             self._sequences[tag] = sequence + 1
-            self._refusals.tell(tag, sequence, error)
+            self._rejected.tell(tag, sequence, error)
 
     def _ended(self, work: CollectiveWork, error: BaseException | None) -> None:
         if error is None:
-            if self._early and self._evidence.left_over(work.key):
+            if self._early and self._strays.left_over(work.key):
                 return
             if self._differing:
                 return
@@ -229,20 +229,20 @@ class GroupCore(Operations):
             work.finish()
             return
         if isinstance(error, CollectiveMismatchError):
-            error = self._consistency.inquire(work.key, work, error)
+            error = self._mismatches.inquire(work.key, work, error)
         elif isinstance(error, PeerLostError) and error.left:
-            error = self._consistency.why_left(work.key, error)
+            error = self._mismatches.why_left(work.key, error)
         if error is not None:
             self._ended_badly(work, error)
 
     def watch_parts(self, group_id: int, tag: int) -> None:
         """Messages with that id are parts of operations of `tag`, whose number is their tag."""
         if self._aborted is None and not self.closed:
-            self._evidence.watch_parts(group_id, tag)
+            self._strays.watch_parts(group_id, tag)
 
     def dropped(self, tag: int, sequence: int) -> None:
         """That operation was refused or given up: what still comes of it shows nothing."""
-        self._evidence.forget((tag, sequence))
+        self._strays.forget((tag, sequence))
 
     def differs(self, tag: int, sequence: int, rank: int) -> None:
         """Global rank `rank` runs something else in that place of the order, where all may have ended here."""
@@ -255,7 +255,7 @@ class GroupCore(Operations):
         """Ask about the first difference that was found: the others may be its consequences."""
         key, rank = next(iter(self._differing.items()))
         if self._aborted is None and not self.closed:
-            error = self._consistency.inquire(key, None, different(rank))
+            error = self._mismatches.inquire(key, None, different(rank))
             if error is not None:
                 self._differ(key, error)
 
@@ -273,7 +273,7 @@ class GroupCore(Operations):
         self._fail(work, explain(work.where, error))
         if isinstance(error, DistStoreError):  # where a rank listens is not known, which is no reason to end the group
             self._backends.host.look_up_again()
-            self._refusals.tell(*work.key, error)
+            self._rejected.tell(*work.key, error)
         elif isinstance(error, CollectiveMismatchError):
             self._abort_by_mismatch(error)
         elif kind := kind_of(error):  # others wait for what we cannot do, and may know nothing of the reason
@@ -287,12 +287,12 @@ class GroupCore(Operations):
     def give_up(self, tag: int, sequence: int, why: str) -> None:
         """A collective under way cannot be carried out any more: it fails here and on all others; the group goes on."""
         error = CollectiveMismatchError(f"rank {self.world.rank} gave the operation up: {why}", self.world.rank)
-        self._refusals.tell(tag, sequence, error)
+        self._rejected.tell(tag, sequence, error)
         self._fail_refused((tag, sequence), error)
 
     def ask(self, tag: int, sequence: int, rank: int) -> bool:
         """Ask `rank` what it runs in a place of the order; a difference fails the operation. False if it is gone."""
-        return self._expiry.ask(rank, tag, sequence)
+        return self._deadlines.ask(rank, tag, sequence)
 
     def _fail_refused(self, key: WorkKey, error: CollectiveMismatchError) -> None:
         work = self._works.pop(key, None)
@@ -301,19 +301,19 @@ class GroupCore(Operations):
 
     def _fail(self, work: Work[Any], error: BaseException) -> None:
         work._fail(error)
-        self._failures.keep(work)
+        self._unretrieved.keep(work)
 
     def remember_failure(self, work: Work[Any]) -> None:
         """Keep a failed work until somebody asks about it, so that closing the group can raise it."""
-        self._failures.keep(work)
+        self._unretrieved.keep(work)
 
     def untold(self, work: Work[Any]) -> None:
         """Keep one that somebody waited for after all: all who did were cancelled before they were told."""
-        self._failures.untold(work)
+        self._unretrieved.untold(work)
 
     def aborted_error(self, operation: str, cause: BaseException) -> GroupAbortedError:
         """What a call raises once the group was aborted because of `cause`."""
-        self._failures.abort_seen = True
+        self._unretrieved.abort_seen = True
         rank = getattr(cause, "rank", None)
         text = str(cause) if "aborted the group" in str(cause) else f"the group was aborted: {cause}"
         reason = cause.reason if isinstance(cause, GroupAbortedError) else str(cause)
@@ -325,8 +325,8 @@ class GroupCore(Operations):
         """A member says whether it has issued a collective that we have waited long for."""
         if state == NOT_MADE:
             self.ask_origin((sender,))
-            if self.pairs.closings is not None:
-                self.pairs.closings.ask((sender,))
+            if self.pairs.closed_members is not None:
+                self.pairs.closed_members.ask((sender,))
         elif state == CLOSED:  # that one is the first it has not issued, and will not
             late = (key for key in self._works if key[0] == tag and key[1] >= sequence)
             work = self._works.get(next(late, (tag, -1)))
@@ -337,8 +337,8 @@ class GroupCore(Operations):
     def _heard_closed(self, sender: int, parent_id: int, asked: bool) -> None:
         """A member has closed this group, or its parent without making this one; or asks whether we have."""
         if asked:
-            if self.pairs.closings is not None:
-                self.pairs.closings.askers.add(sender)
+            if self.pairs.closed_members is not None:
+                self.pairs.closed_members.askers.add(sender)
         elif not parent_id:
             self.pairs.member_closed(sender)
         elif self._parent is not None:

@@ -1,9 +1,14 @@
-"""GroupOrder: the groups that are made of one group, and finding out that ranks made them in another order.
+"""Whether all members have made a group alike, and which of them have closed it.
 
-Groups are made without a message, and all ranks count them alike: group 3 of a group is the same one everywhere. Where
-it is not, its members wait for ranks that will never be in it. So who has waited `ASK_S` tells those it waits for which
-one it made, and they compare, at once, or when they have made one of that number. Two that differ can never meet, so
-nobody is blamed who is only late; and where nobody waits, nothing is sent.
+Groups are made without a message, and all ranks count them alike: group 3 of a group is the same group everywhere.
+Where it is not, its members wait for ranks that will never be in it. So a rank that has waited `ASK_S` tells the ranks
+that it waits for which group it made, and they compare, at once or when they have made a group of that number. Two
+groups that differ can never meet, so no rank is blamed that is only late. Where no rank waits, nothing is sent.
+
+A rank that closes a group tells no other rank, as most need not know. So a rank that has waited `ASK_S` for a message
+asks the sender, once, to say when it has closed the group, or the group that this one is to be made of. A rank that
+waits for a collective asks those that say that they have not made its group. Closing waits until all that was sent is
+written, so the answer comes behind it: a receive that has not met a message by then never will.
 """
 
 from __future__ import annotations
@@ -19,10 +24,10 @@ from asyncdist.group.deadlines import ASK_S, MAX_PROBE_DIALS
 from asyncdist.messages.work import ANY_SOURCE
 from asyncdist.world.world import World
 
-__all__ = ["MADE_KEPT", "QUESTIONS_KEPT", "Closings", "GroupOrder"]
+__all__ = ["MADE_KEPT", "QUESTIONS_KEPT", "ClosedMembers", "CreationOrder"]
 
 MADE_KEPT: Final = 256
-"""Groups remembered, the newest, closed ones included: how far others may lag behind with their first operation."""
+"""The newest groups are remembered, closed ones included: as many as ranks may lag behind with first operations."""
 
 QUESTIONS_KEPT: Final = 256
 """Groups not made here yet that others ask about: ranks run ahead of each other by a few `new_group` calls at most."""
@@ -38,16 +43,15 @@ class _Said(NamedTuple):
     shown: str
 
 
-class GroupOrder:
-    """What was made of the group `group_id` by calls of all its ranks, by number."""
+class CreationOrder:
+    """The groups that were made of group `group_id` by calls of all its ranks, by number."""
 
-    __slots__ = ("_group_id", "_latest", "_made", "_name", "_questions", "_ranks", "_world")
+    __slots__ = ("_group_id", "_latest", "_made", "_name", "_questions", "_world")
 
-    def __init__(self, world: World, group_id: int, name: str, ranks: tuple[int, ...]) -> None:
+    def __init__(self, world: World, group_id: int, name: str) -> None:
         self._world = world
         self._group_id = group_id
         self._name = name
-        self._ranks = ranks
         self._latest = 0
         self._made: dict[int, _Made] = {}
         self._questions: dict[int, dict[int, _Said]] = {}
@@ -100,13 +104,13 @@ class GroupOrder:
 
 
 MAX_ANY_DIALS: Final = 32
-"""Other members up to which a receive from any source connects to all, to ask them: each may wait for any."""
+"""Other members up to which a receive from any source connects to all of them, to ask: each may wait for any."""
 
 
-class Closings:
-    """Of one group, made of the one with id `parent_id`.
+class ClosedMembers:
+    """Finds members that have closed a group, made of the group with id `parent_id`, or will never make it.
 
-    `waited_for()` gives the global ranks, or ANY_SOURCE, that messages wait for; `asking(ranks)` hears who is asked.
+    `waited_for()` gives the global ranks, or ANY_SOURCE, that messages wait for. `asking(ranks)` hears which are asked.
     """
 
     __slots__ = ("_asked", "_asking", "_group_id", "_others", "_parent_id", "_timer", "_waited_for", "_world", "askers")
@@ -129,10 +133,10 @@ class Closings:
         self._asked: set[int] = set()
         self._timer: asyncio.TimerHandle | None = None
         self.askers: set[int] = set()
-        """Members that are to be told when this group is closed here."""
+        """Members to be told when this group is closed here."""
 
     def watch(self, peer: int) -> None:
-        """A message waits for global rank `peer`, or for any."""
+        """A message waits for global rank `peer`, or for ANY_SOURCE."""
         if self._timer is None and peer not in self._asked:
             self._timer = self._world.loop.call_later(ASK_S, self._ask_those_waited_for)
 
@@ -141,7 +145,7 @@ class Closings:
         self._ask(set(ranks), dial=len(self._others) < MAX_PROBE_DIALS)
 
     def stop(self) -> None:
-        """Ask nobody any more."""
+        """Stop asking."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

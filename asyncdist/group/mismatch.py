@@ -1,14 +1,14 @@
-"""Consistency: who runs what, when two ranks run different collectives in one place of the order.
+"""Ranks that run different collectives in one place of the order: how that is found, and what their errors show.
 
-Every message of a collective, and its record in shared memory, carries a fingerprint of what its sender runs. Where one
-differs, the rank that notices tells the other what it runs and asks the same, so that the error on both sides shows
-both; it waits at most ANSWER_S. Ranks asked about an operation that has timed out say as well what they run in its
-place. Ranks that leave say what they ran last. What shows after both have ended, `evidence` tells.
+Every message of a collective, and its record in shared memory, carries a fingerprint of what its sender runs. The rank
+that notices a difference tells the other rank what it runs and asks the same, so that the errors on both sides show
+both; it waits at most ANSWER_S. A rank that is asked about an operation that has timed out also says what it runs
+instead. A rank that leaves says what it ran last. `StrayMessages` finds what shows only after both operations ended.
 
-That finds differences between ranks that send each other something, or wait for it. With ASYNCDIST_CHECK=full (rank 0's
-setting counts) every rank also reports each collective, and the line that calls it, to the group's first rank when it
-is issued. The first rank compares, without anybody waiting, and so finds at once what no message shows: an operation on
-nothing here and on something there.
+So far differences are found between ranks that send each other something or wait for each other. With
+ASYNCDIST_CHECK=full (rank 0's setting counts) every rank also reports each collective, and the line that calls it, to
+the group's first rank. The first rank compares without waiting. It finds what no message shows: an operation on an
+empty array here and on another one there.
 """
 
 from __future__ import annotations
@@ -34,33 +34,44 @@ from asyncdist.transport.protocol.frame import key_prefix
 from asyncdist.transport.protocol.matching import Unexpected
 from asyncdist.world.world import CLOSED_SINCE, World
 
-__all__ = ["ANSWER_S", "CHECK_LEVELS", "EARLY_KEPT", "Consistency", "Evidence", "describe_call", "parse_check"]
+__all__ = ["ANSWER_S", "CHECK_LEVELS", "EARLY_KEPT", "MismatchFinder", "StrayMessages", "describe_call", "parse_check"]
 
 CHECK_LEVELS: Final = ("on", "full")
 """Values of ASYNCDIST_CHECK. There is no `off`: comparing fingerprints costs nothing that could be saved."""
 
 ANSWER_S: Final = 0.5
-"""How long an error waits for the other side's description, as long as a probe: who cannot answer is stuck itself."""
+"""How long an error waits for the other side's description, as long as a probe: a rank that cannot answer is stuck."""
 
 ISSUED_KEPT: Final = 256
 """Collectives remembered per group, ended ones included: how far the other side may have gone on meanwhile."""
 
 REPORTS_KEPT: Final = 1024
-"""Collectives that others have reported and the first rank has not issued yet, with ASYNCDIST_CHECK=full: how far
-ahead they can be. Later ones are not compared."""
+"""With ASYNCDIST_CHECK=full: collectives that other ranks have reported and the first rank has not issued yet, which is
+how far ahead ranks can be. Later ones are not compared."""
 
 LAST_WORDS: Final = 16
-"""Collectives that a rank describes to the others when it leaves: those that they may not have come to yet. It costs a
-message of a kilobyte or so to each that is connected."""
+"""Collectives that a leaving rank describes, as the others may not have come to them yet: a message of about a kilobyte
+to each connected rank."""
 
 WORD_CHARS: Final = 256
-"""Characters of such a description: sixteen of them fit a control frame, whatever they are made of."""
+"""Characters of such a description: sixteen descriptions fit a control frame, whatever the characters."""
 
 UNNAMED: Final = "something else that it does not name"
-"""What a rank runs that does not answer, or does not remember so far back."""
+"""What a rank is said to run if it does not answer, or does not remember so far back."""
 
 COUNTS_SHOWN: Final = 8
 """Block lengths shown of uneven collectives."""
+
+EARLY_KEPT: Final = 1024
+"""Operations whose messages came early that are remembered: more than peers have credit to be ahead. So those that were
+rejected meanwhile are forgotten in the end."""
+
+DROPPED_KEPT: Final = 1024
+"""Rejected operations remembered, as their messages may still come: as many as peers have credit to be ahead."""
+
+_PLACE: Final = struct.Struct("<II")
+_PLACE_AT: Final = 8
+_HALF: Final = 1 << 31  # numbers travel as 32 bits, and no two so far apart are under way
 
 
 class _Issued(NamedTuple):
@@ -84,11 +95,10 @@ def parse_check(text: str) -> str:
     return level
 
 
-class Consistency:
-    """What the members of one group run, and what happens when that differs.
+class MismatchFinder:
+    """Knows what the members of one group run, and asks them where that differs.
 
-    `works` are the operations under way. `fail(key, error)` ends that operation, if it is under way here, and with it
-    the group.
+    `works` are the operations under way. `fail(key, error)` ends an operation that is under way here, and the group.
     """
 
     def __init__(
@@ -108,17 +118,17 @@ class Consistency:
         self._fail = fail
         self._issued: deque[tuple[WorkKey, str, tuple[Any, ...], str]] = deque(maxlen=ISSUED_KEPT)
         self.issued: Callable[[tuple[WorkKey, str, tuple[Any, ...], str]], None]
-        """issued((key, operation, recipe key, "")): a collective has been issued here; it is about to start."""
+        """issued((key, operation, recipe key, "")) notes a collective that is about to start here."""
         self.check_fully(world.options.get("check") == "full" and len(ranks) > 1)
         self._inquiries: dict[WorkKey, _Inquiry] = {}
         self._reports: dict[WorkKey, dict[str, tuple[int, str]]] = {}
         self._last_words: dict[int, dict[WorkKey, tuple[str, str]]] = {}
-        """What members that leave have run last."""
+        """What members that have left ran last."""
 
     def check_fully(self, full: bool) -> None:
         """Whether to report all collectives from now on."""
         self._full = full
-        # A plain tuple and no call of ours, where that is enough: this is on the way of all.
+        # Where that is enough, a plain tuple and no Python call: all collectives come along here.
         self.issued = self._issue_and_report if full else self._issued.append
 
     def _issue_and_report(self, issued: tuple[WorkKey, str, tuple[Any, ...], str]) -> None:
@@ -129,10 +139,10 @@ class Consistency:
     def inquire(
         self, key: WorkKey, work: CollectiveWork | None, error: CollectiveMismatchError
     ) -> CollectiveMismatchError | None:
-        """Ask the other side of `error` what it runs, and fail `work` when it has answered; without one, the group.
+        """Ask the other side of `error` what it runs. Its answer fails `work`, or the group where there is none.
 
-        Until then the operation is under way, though nothing moves any more. Where nobody can be asked the error to
-        fail with is returned.
+        Until then the operation is under way, though nothing moves. Returns the error to fail with where no rank can be
+        asked.
         """
         if error.peer is None:
             return error
@@ -149,13 +159,13 @@ class Consistency:
         return loop.call_later(ANSWER_S, self._no_answer, key, loop.time() + ANSWER_S)
 
     def _no_answer(self, key: WorkKey, due_s: float) -> None:
-        if self._world.loop.time() - due_s > LATE_S:  # it may be here, unread
+        if self._world.loop.time() - due_s > LATE_S:  # this rank was busy: the answer may be here, unread
             self._inquiries[key] = self._inquiries[key]._replace(timer=self._await_answer(key))
         else:
             self._conclude(key, "")
 
     def heard(self, sender: int, tag: int, sequence: int, text: str, asked: bool) -> None:
-        """Another member found that we differ, and says what it runs; or it answers that question."""
+        """Another member says what it runs: it has found a difference (`asked`), or it answers this rank's question."""
         key = (tag, sequence)
         own = self._describe(key)
         if asked:
@@ -169,25 +179,25 @@ class Consistency:
             self._fail(key, self._lengths_differ(sender) if alike else self._difference(key, own, sender, text))
 
     def last_words(self) -> dict[WorkKey, tuple[str, str]]:
-        """What this rank has run last: what must be equal everywhere, and how to show it."""
+        """Return what this rank ran last, by place: what must be equal everywhere, and how to show it."""
         newest = [_Issued(*entry) for entry in list(self._issued)[-LAST_WORDS:]]
         return {entry.key: (self._terms(entry)[:WORD_CHARS], self._described(entry)[:WORD_CHARS]) for entry in newest}
 
     def say_last_words(self) -> None:
-        """This rank leaves: tell the members that are connected what it has run last, as it cannot be asked later."""
+        """Tell the connected members what this rank ran last, as it leaves and cannot be asked later."""
         words = [[*key, *word] for key, word in self.last_words().items()]
         if words:
             self._world.tell(self._ranks, ["ran", self._group_id, words], dial=False)
 
     def heard_last(self, sender: int, words: list[tuple[int, int, str, str]]) -> None:
-        """Another member leaves, and says what it has run last."""
+        """Another member leaves, and says what it ran last."""
         said = self._last_words[sender] = {(tag, number): (terms, text) for tag, number, terms, text in words}
         for key, inquiry in list(self._inquiries.items()):
             if inquiry.error.peer == sender and key in said:
                 self._conclude(key, said[key][1])
 
     def why_left(self, key: WorkKey, error: PeerLostError) -> DistError:
-        """The operation lacks a member that has left: perhaps since that ran something else there."""
+        """Return why an operation lacks a member that left: `error`, unless that member ran something else there."""
         entry = self._find(key)
         terms, text = self._last_words.get(error.rank, {}).get(key, ("", ""))
         if entry is None or not text or terms == self._terms(entry)[:WORD_CHARS]:
@@ -195,13 +205,13 @@ class Consistency:
         return self._difference(key, self._describe(key), error.rank, text)
 
     def tell(self, rank: int, tag: int, sequence: int) -> None:
-        """An operation has timed out on `rank`: tell it what we run there, if anything, in case that is why."""
+        """Tell `rank`, where an operation is late, what this rank runs in its place, if anything: that may be why."""
         entry = self._find((tag, sequence))
         if entry is not None:
             self._send_check(rank, entry)
 
     def reported(self, sender: int, tag: int, sequence: int, terms: str, shown: str) -> None:
-        """A member tells us what it has issued and how to show it."""
+        """A member reports what it has issued and how to show it."""
         key = (tag, sequence)
         entry = self._find(key)
         if entry is not None:
@@ -214,8 +224,9 @@ class Consistency:
                 reports.setdefault(terms, (sender, shown))
 
     def stop(self, *, told: bool = False) -> dict[WorkKey, CollectiveMismatchError]:
-        """Ask nobody any more. Returns the differences that nobody has answered yet; where others have `told` of one,
-        those in lengths, which they know less of.
+        """Stop asking. Returns the differences without an answer, by place.
+
+        `told`: another rank has said what differs. It knows less of differences in lengths, so only those are returned.
         """
         found = {
             key: self._answered(key, inquiry.error, "")
@@ -235,11 +246,11 @@ class Consistency:
             self._fail(key, self._answered(key, inquiry.error, text))
 
     def _answered(self, key: WorkKey, error: CollectiveMismatchError, text: str) -> CollectiveMismatchError:
-        """What the other side of `error` runs is `text`; empty if it does not say."""
+        """Return the error to raise where the other side of `error` runs `text`; empty if it does not say."""
         assert error.peer is not None, "only errors that name the other side are asked about"
         own = self._describe(key)
         text = text or self._last_words.get(error.peer, {}).get(key, ("", ""))[1]
-        # Without knowing better it is the lengths that differ, and the transport has said them.
+        # Unless the other side says otherwise it is the lengths that differ, which the transport has named.
         alike = text in ("", CLOSED_SINCE, own) and self._by_length(key, error)
         return error if alike else self._difference(key, own, error.peer, text)
 
@@ -254,7 +265,6 @@ class Consistency:
         return CollectiveMismatchError(f"ranks differ in {place}: {shown}", peer)
 
     def _lengths_differ(self, peer: int) -> CollectiveMismatchError:
-        """What all members are to read."""
         text = f"rank {peer} expects another length of what rank {self._world.rank} sends to it"
         return CollectiveMismatchError(text, peer)
 
@@ -271,7 +281,7 @@ class Consistency:
         return f"{entry.operation}{terms and ' '}{terms}{algorithm}{entry.place}"
 
     def _terms(self, entry: _Issued) -> str:
-        """What must be equal everywhere; that a rank says all_gather and another all_gather_into_tensor is fine."""
+        """What must be equal on all ranks; all_gather and all_gather_into_tensor are the same there."""
         return f"{entry.recipe[0]} {describe_call(entry.recipe, self._ranks)}"
 
     def _is_private(self, key: WorkKey) -> bool:
@@ -290,7 +300,7 @@ class Consistency:
     def _report(self, entry: _Issued) -> None:
         if self._world.rank == self._ranks[0]:
             error = self._compare(entry, self._reports.pop(entry.key, {}))
-            if error is not None:  # not within the call that issues the operation: it is not under way yet
+            if error is not None:  # later, as the operation is not under way yet: this is within its call
                 self._world.loop.call_soon(self._fail, entry.key, error)
         else:
             self._send_check(self._ranks[0], entry)
@@ -340,22 +350,14 @@ def _calling_line() -> str:
     return f" at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else ""
 
 
-EARLY_KEPT: Final = 1024
-"""Operations remembered of which messages came early: more than peers have credit to be ahead. Those that were refused
-meanwhile are forgotten so."""
+class StrayMessages:
+    """Messages of one group that came before their receives: those left over show that their sender ran something else.
 
-DROPPED_KEPT: Final = 1024
-"""Refused operations remembered, of which messages may still come: as many as peers have credit to be ahead."""
+    Two ranks that each take themselves for the root send and wait for nothing. All that one sees of the other are
+    messages of an operation that has ended here without them.
 
-_PLACE: Final = struct.Struct("<II")
-_PLACE_AT: Final = 8
-_HALF: Final = 1 << 31  # numbers travel as 32 bits, and no two so far apart are under way
-
-
-class Evidence:
-    """Of one group. `works` are its operations under way, `sequences` how many of each tag were issued.
-
-    `differs(tag, sequence, rank)` hears what is found. From then on nothing of the group may end well.
+    `works` are the operations under way, `sequences` how many of each tag were issued. Each difference is told to
+    `differs(tag, sequence, rank)`; from then on nothing of the group may end well.
     """
 
     def __init__(
@@ -377,11 +379,11 @@ class Evidence:
         self._watch(group_id, self._came_early)
 
     def watch_parts(self, group_id: int, tag: int) -> None:
-        """Messages with that id are parts of operations of `tag`, whose number is their tag."""
+        """Watch messages with that id too: they are parts of operations of `tag`, and their tag is the number."""
         self._watch(group_id, partial(self._part_came_early, tag))
 
     def left_over(self, key: WorkKey) -> bool:
-        """Whether messages are left of an operation that has ended here; whoever sent them runs something else."""
+        """Whether messages of an operation are left that has ended here; their sender runs something else."""
         for rank, message, parked in self.early.pop(key, ()):
             if message in parked:
                 self._differs(*key, rank)
@@ -389,14 +391,14 @@ class Evidence:
         return False
 
     def forget(self, key: WorkKey) -> None:
-        """That operation was refused or given up: messages of it may come all the same."""
+        """Ignore messages of an operation that was rejected or given up."""
         self.early.pop(key, None)
         if len(self._dropped) >= DROPPED_KEPT:
             del self._dropped[next(iter(self._dropped))]
         self._dropped[key] = None
 
     def stop(self) -> None:
-        """Look for no more."""
+        """Stop watching."""
         for group in self._watched:
             self._mesh.watchers.pop(group, None)
         self.early.clear()

@@ -1,4 +1,4 @@
-"""OverlapWatch: warns when collectives of one (group, tag) overlap from two tasks.
+"""Warns when collectives of one (group, tag) overlap from two tasks.
 
 The order of issue must be the same on all ranks. One task's order is its program; the order between two tasks is the
 scheduler's, so such collectives meet the wrong partners sooner or later, and silently. Tags or groups cure it.

@@ -17,7 +17,7 @@ from asyncdist.concurrency.deadline import Timeout, timeout_seconds
 from asyncdist.concurrency.integers import as_int
 from asyncdist.errors import DistError, GroupAbortedError
 from asyncdist.group.abort_reasons import explain
-from asyncdist.group.membership import Closings
+from asyncdist.group.membership import ClosedMembers
 from asyncdist.messages.objects import RecvObjectsWork, SendObjectsWork
 from asyncdist.messages.work import ANY_SOURCE, OVER, PairWork, RecvArrayWork, RecvWork, SendWork
 from asyncdist.transport.base_mesh import BaseMesh
@@ -102,10 +102,10 @@ class Pairs:
         self._works: set[PairWork] = set()
         self._keys: dict[int, bytes] = {}
         self._aborted: BaseException | None = None
-        self.closings: Closings | None = None
+        self.closed_members: ClosedMembers | None = None
         """None where who closes the group leaves the world, and says goodbye to all."""
         if parent_id is not None:
-            self.closings = Closings(world, group_id, parent_id, ranks, self._waited_for, owner.ask_origin)
+            self.closed_members = ClosedMembers(world, group_id, parent_id, ranks, self._waited_for, owner.ask_origin)
         self._closed_by: set[int] = set()
 
     def send(self, tensor: object, peer: int, tag: int, timeout: Timeout, *, abandon: bool) -> PairWork:
@@ -291,8 +291,8 @@ class Pairs:
         return {work.peer for work in self._works}
 
     def _ask_nobody(self) -> None:
-        if self.closings is not None:
-            self.closings.stop()
+        if self.closed_members is not None:
+            self.closed_members.stop()
 
     async def close(self) -> None:
         """Give back what the messages of GPU arrays went through; nothing is under way."""
@@ -355,8 +355,8 @@ class Pairs:
         self._works.add(work)
         if timeout_s is not None:
             work.expire_after(timeout_s)
-        if self.closings is not None:
-            self.closings.watch(work.peer)
+        if self.closed_members is not None:
+            self.closed_members.watch(work.peer)
             if self._closed_by:
                 self._fail_if_vain(work)
 

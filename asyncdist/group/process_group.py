@@ -53,20 +53,20 @@ class ProcessGroup(GroupCore):
                     self.world.lost_elsewhere(cause.rank, cause)  # concerns all groups of that rank
                 self._abort(cause, kind, text, rank, missing)
             case ["refused", _, *refusal]:
-                self._refusals.heard(*refusal)
+                self._rejected.heard(*refusal)
             case ["probe", _, tag, sequence]:
                 self._askers[sender] = tag
-                self._consistency.tell(sender, tag, sequence)
-                self._expiry.tell(sender, tag, sequence, self._sequences.get(tag, 0) > sequence)
+                self._mismatches.tell(sender, tag, sequence)
+                self._deadlines.tell(sender, tag, sequence, self._sequences.get(tag, 0) > sequence)
             case ["status", _, tag, sequence, state]:
-                if not self._expiry.answered(sender, tag, sequence, state):
+                if not self._deadlines.answered(sender, tag, sequence, state):
                     self._heard_late(sender, tag, sequence, state)
             case ["mismatch", _, *difference]:
-                self._consistency.heard(sender, *difference)
+                self._mismatches.heard(sender, *difference)
             case ["ran", _, words]:
-                self._consistency.heard_last(sender, words)
+                self._mismatches.heard_last(sender, words)
             case ["check", _, *report]:
-                self._consistency.reported(sender, *report)
+                self._mismatches.reported(sender, *report)
             case ["made", _, *made]:
                 self._order.heard(sender, *made)
             case ["closed", _, *closing]:
@@ -100,9 +100,9 @@ class ProcessGroup(GroupCore):
         # Before messages under way are broken off: who receives those is to know the reason by then.
         self.world.tell_aborted(self.ranks, ["abort", self.group_id, kind, text, rank, list(missing)])
         if first:
-            self._expiry.stop()
-            self._evidence.stop()
-            differences = self._consistency.stop(told=isinstance(error, CollectiveMismatchError))
+            self._deadlines.stop()
+            self._strays.stop()
+            differences = self._mismatches.stop(told=isinstance(error, CollectiveMismatchError))
             self._backends.abort(error)
             works = dict(self._works)
             self._works.clear()
@@ -146,11 +146,11 @@ class ProcessGroup(GroupCore):
     async def _close(self) -> None:
         self.world.leaving |= self._is_world
         self.pairs.withdraw_receives()
-        self._backends.closing()
+        self._backends.host.closing()
         try:
             failures = await asyncio.gather(*(group.close() for group in self._inner()), return_exceptions=True)
             await until_ended(self._works.values())
-            self._backends.settle()
+            self._backends.host.settle()
             if self._differing:
                 await self._verdict.wait()
             async with asyncio.timeout(CLOSE_SENDS_S):
@@ -165,7 +165,7 @@ class ProcessGroup(GroupCore):
             raise
         await self._leave()
         found = explain(self.where("close"), self._aborted) if self._differing and self._aborted is not None else None
-        unasked = self._failures.take_unasked(found, aborted=self._aborted is not None)
+        unasked = self._unretrieved.take_unasked(found, aborted=self._aborted is not None)
         self._unasked = next(filter(None, [unasked, *failures]), None)
 
     def _inner(self) -> list[ProcessGroup]:
@@ -175,11 +175,11 @@ class ProcessGroup(GroupCore):
 
     async def _leave(self) -> None:
         self.closed = True
-        self._expiry.stop()
-        self._evidence.stop()
-        self._consistency.stop()
+        self._deadlines.stop()
+        self._strays.stop()
+        self._mismatches.stop()
         if self.world.leaving and self._aborted is None:
-            self._consistency.say_last_words()
+            self._mismatches.say_last_words()
         self._backends.close()
         await self.pairs.close()
         await self._backends.wait_closed()
@@ -187,12 +187,12 @@ class ProcessGroup(GroupCore):
             await self.world.close()
         else:  # where the world ends, senders hear that we have left
             self.pairs.drop_unmatched()
-        words = self._consistency.last_words()
+        words = self._mismatches.last_words()
         ended = EndedGroup(self.world, self.group_id, self.ranks, self._sequences, self._order, words)
         self.world.unregister(self.group_id, ended)
         for rank, tag in self._askers.items():  # who wait, perhaps, for what comes no more
             ended.tell_issued(rank, tag, self._sequences.get(tag, 0))
-        for rank in self.pairs.closings.askers if self.pairs.closings is not None else ():
+        for rank in self.pairs.closed_members.askers if self.pairs.closed_members is not None else ():
             ended.tell_closed(rank)
 
     def __await__(self) -> Generator[Any, None, Self]:

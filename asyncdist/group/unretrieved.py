@@ -1,4 +1,8 @@
-"""Failures: works of a group that failed, kept until somebody asks, so that closing can raise what nobody saw."""
+"""Works whose outcome nobody asks about: closing the group raises the first error, and forgotten Works cause a warning.
+
+Without `await` a program goes on with numbers that are not there yet, and nothing says so. To watch a Work costs a look
+at the stack, so Works are watched only with `python -X dev`, in asyncio's debug mode, or with ASYNCDIST_CHECK=full.
+"""
 
 from __future__ import annotations
 
@@ -14,31 +18,34 @@ from asyncdist.concurrency.call_site import calling_frame
 from asyncdist.transport.protocol.kept_error import anew
 from asyncdist.work import Work
 
-__all__ = ["FAILED_KEPT", "Failures", "watch", "watches"]
+__all__ = ["FAILED_KEPT", "UnretrievedErrors", "watch", "watches"]
 
 FAILED_KEPT: Final = 64
-"""Failed works kept until somebody asks: each holds the arrays it was given."""
+"""Failed Works kept until the program asks about them: each holds the arrays it was given."""
 
 
-class Failures:
-    """See the module. `abort_seen`: somebody was told that the group is aborted, which explains all later failures."""
+class UnretrievedErrors:
+    """Failed Works of a group that the program has not asked about.
+
+    `abort_seen`: a call has raised that the group is aborted, which explains all later failures.
+    """
 
     __slots__ = ("_seen", "_works", "abort_seen")
 
     def __init__(self) -> None:
         self._works: list[Work[Any]] = []
-        self._seen = 0  # of those forgotten somebody has asked about, or will be told of
+        self._seen = 0  # failures that the program has asked about, or will be told of
         self.abort_seen = False
 
     def keep(self, work: Work[Any]) -> None:
-        """A work has failed. One that somebody waits for need not be kept: who does is told, perhaps after the end."""
+        """Keep a Work that has failed, unless the program knows: a waiter is told, perhaps after the group's end."""
         if work._retrieved or work._waiters:
             self._seen += 1
         else:
             self._add(work)
 
     def untold(self, work: Work[Any]) -> None:
-        """All who waited for a work that has failed were cancelled in that very turn."""
+        """Keep a failed Work after all: its waiters were cancelled in the turn in which it failed."""
         if work not in self._works:
             self._seen -= 1
             self._add(work)
@@ -49,9 +56,9 @@ class Failures:
         self._works = [*unasked[-FAILED_KEPT + 1 :], work]
 
     def take_unasked(self, otherwise: BaseException | None = None, *, aborted: bool) -> BaseException | None:
-        """The first failure nobody asked about, if any, or `otherwise`; forget all.
+        """Return the first error that the program has not asked about, or `otherwise`; forget all Works.
 
-        In an aborted group one that was seen is enough.
+        None in an aborted group of which the program has seen one failure.
         """
         works, self._works = self._works, []
         if aborted and (self.abort_seen or self._seen or any(work._retrieved for work in works)):
@@ -61,7 +68,7 @@ class Failures:
         for work in works:
             error = None if work._retrieved else work._error
             if error is not None:
-                return anew(error)  # the work, which may be kept, is not to hold the frames it comes through
+                return anew(error)  # a Work that is kept must not hold the frames that its error comes through
         return otherwise
 
 
@@ -71,7 +78,7 @@ _ASKING: Final = frozenset(
     {"add_done_callback", "cancel", "done", "enqueued", "exception", "is_completed", "is_success", "result", "wait"}
     | {"wait_stream"}
 )
-"""What somebody calls who asks what has become of a Work."""
+"""Methods of a Work that ask about its outcome."""
 
 
 def watches(loop: AbstractEventLoop, options: Mapping[str, Any]) -> bool:
@@ -80,9 +87,9 @@ def watches(loop: AbstractEventLoop, options: Mapping[str, Any]) -> bool:
 
 
 def watch(work: W) -> W:
-    """Warn with the calling line if `work`, which was just issued, goes before anybody has asked about it.
+    """Return `work`, which has just been issued; warn with the calling line if it is collected before it was asked about.
 
-    Returns `work`. Nothing is watched that no line of a program has called, as in the communication thread.
+    What no line of a program has called, as in the communication thread, is not watched.
     """
     frame = calling_frame()
     if frame is not None:
@@ -94,7 +101,7 @@ def watch(work: W) -> W:
 
 
 class _Watched:
-    """What a Work does besides while it is watched."""
+    """Put in front of a Work's class while the Work is watched."""
 
     __slots__ = ()
 
@@ -114,7 +121,7 @@ class _Watched:
 
 
 def _asked(work: Any) -> Any:
-    """Somebody asks about `work`: watch it no more."""
+    """Watch `work` no longer: the program asks about it."""
     work.__class__ = type(work).__mro__[2]
     return work
 

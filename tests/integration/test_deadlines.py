@@ -11,7 +11,7 @@ from group_kit import outcome
 from socket_world import socket_world
 
 import asyncdist as dist
-from asyncdist.group.deadlines import PROBE_S, Expiry
+from asyncdist.group.deadlines import PROBE_S, Deadlines
 from asyncdist.transport.config import LATE_S
 
 AT_ONCE_S = 1e-4
@@ -35,23 +35,23 @@ async def test_a_later_deadline_does_not_wait_for_an_earlier_one_that_is_due_at_
         works = []
         for array in arrays:
             works += [group.all_reduce(array, timeout=60), other.all_reduce(array.copy(), timeout=60)]
-            group._expiry._restart(asyncio.get_running_loop().time())  # as a check does that finds one due next
+            group._deadlines._restart(asyncio.get_running_loop().time())  # as a check does that finds one due next
         for work in works:
             await work
 
 
 async def test_a_loop_that_was_busy_blames_nobody_whose_answer_it_has_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASYNCDIST_TRANSPORT", "tcp")
-    probe = Expiry._probe
+    probe = Deadlines._probe
     busy: list[tuple[int, int]] = []
 
-    def ask(self: Expiry, key: tuple[int, int]) -> None:
+    def ask(self: Deadlines, key: tuple[int, int]) -> None:
         probe(self, key)
         if not busy:
             busy.append(key)
             time.sleep(PROBE_S + 2 * LATE_S)
 
-    monkeypatch.setattr(Expiry, "_probe", ask)
+    monkeypatch.setattr(Deadlines, "_probe", ask)
     async with socket_world(3) as groups:
         await asyncio.gather(*(group.barrier() for group in groups))
         works = [groups[0].all_reduce(np.ones(3), timeout=0.01), groups[1].all_reduce(np.ones(3), timeout=60)]

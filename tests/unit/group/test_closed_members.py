@@ -14,7 +14,7 @@ from socket_world import run_ranks
 
 import asyncdist as dist
 from asyncdist.group.deadlines import ASK_S, MAX_PROBE_DIALS
-from asyncdist.group.membership import MAX_ANY_DIALS, Closings
+from asyncdist.group.membership import MAX_ANY_DIALS, ClosedMembers
 from asyncdist.messages.work import ANY_SOURCE
 from asyncdist.testing import DeadlockError, run_world
 from asyncdist.transport.protocol.frame import CREDIT_BYTES, EAGER_BYTES
@@ -167,8 +167,8 @@ def test_in_so_large_groups_only_the_connected_are_asked(past: int) -> None:
         return []
 
     world: Any = SimpleNamespace(rank=0, tell=tell)
-    closings = Closings(world, 1, 2, tuple(range(MAX_PROBE_DIALS + past)), set, lambda _: None)
-    closings.ask([1])
+    closed_members = ClosedMembers(world, 1, 2, tuple(range(MAX_PROBE_DIALS + past)), set, lambda _: None)
+    closed_members.ask([1])
     assert told == [not past]
 
 
@@ -183,7 +183,7 @@ def test_who_waits_for_any_source_of_a_large_group_asks_those_that_are_connected
     async def main() -> None:
         world: Any = SimpleNamespace(rank=0, tell=tell, loop=asyncio.get_running_loop())
         members = tuple(range(1 + MAX_ANY_DIALS + past))
-        Closings(world, 1, 2, members, lambda: {3, ANY_SOURCE}, lambda _: None).watch(3)
+        ClosedMembers(world, 1, 2, members, lambda: {3, ANY_SOURCE}, lambda _: None).watch(3)
         await asyncio.sleep(ASK_S + 0.1)
         others = set(members) - {0}
         assert told == ([(others, False), ({3}, True)] if past else [(others, True)])

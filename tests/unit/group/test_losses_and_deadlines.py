@@ -227,13 +227,13 @@ async def test_whoever_waits_too_long_is_told_for_whom(progress: Any) -> None:
 def test_operations_that_wait_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not all of them when any of them is due to be asked about: that was a turn of a thousand looks for each."""
     looks: list[int] = []
-    check = expiry.Expiry._check
+    check = expiry.Deadlines._check
 
-    def counted(self: expiry.Expiry) -> None:
+    def counted(self: expiry.Deadlines) -> None:
         looks.append(len(self._works))
         check(self)
 
-    monkeypatch.setattr(expiry.Expiry, "_check", counted)
+    monkeypatch.setattr(expiry.Deadlines, "_check", counted)
 
     async def main(group: Group) -> None:
         works = []

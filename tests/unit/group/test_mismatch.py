@@ -22,7 +22,7 @@ from asyncdist.group.mismatch import (
     LAST_WORDS,
     REPORTS_KEPT,
     WORD_CHARS,
-    Evidence,
+    StrayMessages,
     describe_call,
     parse_check,
 )
@@ -37,7 +37,7 @@ def differ(calls: Calls, seed: int | None = None, full: bool = False) -> list[Ba
     """What each rank gets when it makes the call of its number; a rank whose call ends well makes a barrier then."""
 
     async def main(group: Group) -> BaseException:
-        group._consistency.check_fully(full)
+        group._mismatches.check_fully(full)
         try:
             found = await outcome(calls[group.rank](group))
             if not isinstance(found, BaseException):
@@ -178,7 +178,7 @@ def test_who_asks_a_side_that_leaves_is_told_as_it_leaves() -> None:
     async def main(group: Group) -> tuple[float, str]:
         if group.rank == 0:
             await group.broadcast(np.zeros(4), 0)
-            group._consistency.heard = lambda *_: None  # type: ignore[method-assign]  # it leaves before it answers
+            group._mismatches.heard = lambda *_: None  # type: ignore[method-assign]  # it leaves before it answers
             await asyncio.sleep(0.2)
             return 0.0, ""
         error = await outcome(group.broadcast(np.zeros(5), 0))
@@ -203,12 +203,12 @@ def test_so_many_letters_of_last_words_are_kept_and_no_more(letter: str, past: i
             function.__name__ = function.__qualname__ = letter * (WORD_CHARS - begin + past)
             for _ in range(LAST_WORDS):
                 await group.reduce(np.ones(1), 1, dist.ReduceOp.custom(function))
-            assert {terms[-6:] for terms, _ in group._consistency.last_words().values()} == {
+            assert {terms[-6:] for terms, _ in group._mismatches.last_words().values()} == {
                 "root 1" if not past else " root "
             }
             return 0
         await asyncio.sleep(1)
-        return len(group._consistency._last_words[0])
+        return len(group._mismatches._last_words[0])
 
     assert run_world(2, main) == [0, LAST_WORDS]
 
@@ -316,7 +316,7 @@ def test_so_many_operations_are_remembered_of_which_messages_came_early(past: in
     mesh = BaseMesh(0, 4, cast(MeshOwner, None))
     found: list[tuple[int, int, int]] = []
     sequences = {1: 0}
-    evidence = Evidence(mesh, 5, {}, sequences, lambda *place: found.append(place))
+    evidence = StrayMessages(mesh, 5, {}, sequences, lambda *place: found.append(place))
     prefix = key_prefix(5, 1, 0)[:8]
     for number in range(EARLY_KEPT + past):
         message = key_prefix(5, 1, number) + key_suffix(0, 1)
@@ -332,7 +332,7 @@ def test_so_many_operations_are_remembered_of_which_messages_came_early(past: in
 
 def test_the_error_does_not_wait_for_a_side_that_is_stuck() -> None:
     async def main(group: Group) -> Any:
-        group._consistency.check_fully(False)
+        group._mismatches.check_fully(False)
         if group.rank == 0:
             await group.broadcast(np.zeros(3), 0)
             group.control = lambda *_: None  # type: ignore[method-assign]  # as a loop that does not run
@@ -370,7 +370,7 @@ def test_what_is_pending_ends_with_the_group() -> None:
     async def main(group: Group) -> BaseException | None:
         if group.rank == 0:
             await group.broadcast(np.zeros(3), 0)
-            group._consistency.heard = lambda *_: None  # type: ignore[method-assign]
+            group._mismatches.heard = lambda *_: None  # type: ignore[method-assign]
             await asyncio.sleep(0.2)
             group.abort("enough")
             await asyncio.sleep(1)
@@ -408,7 +408,7 @@ def test_ranks_other_than_the_first_are_compared_through_it() -> None:
 
 def test_equal_programs_pass_the_full_check() -> None:
     async def main(group: Group) -> None:
-        group._consistency.check_fully(True)
+        group._mismatches.check_fully(True)
         own, whole = np.full(2, group.rank), np.zeros(6, int)
         for _ in range(3):
             if group.rank:
@@ -420,7 +420,7 @@ def test_equal_programs_pass_the_full_check() -> None:
             await group.barrier(tag=group._sequences[0])
         subgroup = dist.new_group([2, 0], sort_ranks=False)
         if not isinstance(subgroup, dist.NonMember):
-            subgroup._consistency.check_fully(True)
+            subgroup._mismatches.check_fully(True)
             await subgroup.all_reduce(np.ones(2))
         await group.barrier()
 
@@ -434,7 +434,7 @@ def test_so_many_reports_are_kept_and_no_more(past: int, monkeypatch: pytest.Mon
     assert REPORTS_KEPT > 4
 
     async def main(group: Group) -> bool:
-        group._consistency.check_fully(True)
+        group._mismatches.check_fully(True)
         last = 3 + past
         if group.rank == 1:
             for number in range(last + 1):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncdist.group.mismatch import DROPPED_KEPT, Evidence
+from asyncdist.group.mismatch import DROPPED_KEPT, StrayMessages
 from asyncdist.transport.protocol.frame import key_prefix
 
 
@@ -19,7 +19,7 @@ class Mesh:
 def test_what_comes_late_of_a_refused_operation_is_no_difference() -> None:
     mesh, found = Mesh(), []
     sequences = {0: DROPPED_KEPT + 3}
-    evidence = Evidence(mesh, 7, set(), sequences, lambda *where: found.append(where))
+    evidence = StrayMessages(mesh, 7, set(), sequences, lambda *where: found.append(where))
     (hear,) = mesh.watchers.values()
 
     def comes(number: int) -> None:
