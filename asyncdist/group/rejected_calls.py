@@ -23,7 +23,7 @@ class RejectedCalls:
     """The rejected collectives of one group.
 
     `works` are the operations under way, `sequences` how many of each tag were issued. `drop(tag, sequence)` makes the
-    backends forget an operation. `fail(key, error)` ends one that is under way, `abort(error, kind, text, rank)` the group.
+    backends forget an operation. `fail(key, error)` ends one under way, `abort(error, kind, text, rank)` the group.
     """
 
     __slots__ = ("_abort", "_drop", "_fail", "_group_id", "_ranks", "_sequences", "_works", "_world", "early")

@@ -87,7 +87,7 @@ def watches(loop: AbstractEventLoop, options: Mapping[str, Any]) -> bool:
 
 
 def watch(work: W) -> W:
-    """Return `work`, which has just been issued; warn with the calling line if it is collected before it was asked about.
+    """Return `work`, which has just been issued; warn with the calling line if nobody asks about it before it goes.
 
     What no line of a program has called, as in the communication thread, is not watched.
     """

@@ -292,11 +292,12 @@ class RecvWork(PairWork):
             return
         source = receive.source
         assert source is not None  # the transport sets it before it reports
-        try:
-            self._flat.write_back()
-        except ValueError as error:  # its owner has changed it meanwhile
-            self._fail(ValueError(f"{self.where}: the array cannot be written any more: {error}"))
-            return
+        if self._flat.is_copy:
+            try:
+                self._flat.write_back()
+            except ValueError as error:  # its owner has changed it meanwhile
+                self._fail(ValueError(f"{self.where}: the array cannot be written any more: {error}"))
+                return
         self.nbytes = receive.nbytes
         self._source = source if self._number is None else self._number(source)
         self._finish(self._outcome())
