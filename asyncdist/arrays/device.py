@@ -16,16 +16,7 @@ import numpy as np
 from asyncdist.arrays.dlpack import CUDA_DEVICES, read_capsule
 from asyncdist.arrays.host import Flat, dtype_named, host_array, sendable_dtype
 
-__all__ = [
-    "LEGACY_STREAM",
-    "PLAIN",
-    "DeviceArray",
-    "any_array",
-    "device_array",
-    "device_flat",
-    "device_of",
-    "flat_of",
-]
+__all__ = ["LEGACY_STREAM", "PLAIN", "DeviceArray", "any_array", "device_array", "device_flat", "device_of", "flat_of"]
 
 LEGACY_STREAM: Final = 1
 """CUDA's default stream, as `__cuda_array_interface__` numbers it (0 would be ambiguous there)."""
@@ -42,18 +33,7 @@ class DeviceArray:
     for: the current stream of the library it is from.
     """
 
-    __slots__ = (
-        "contiguous",
-        "device",
-        "dtype",
-        "ordered",
-        "owner",
-        "pointer",
-        "shape",
-        "size",
-        "stream",
-        "writable",
-    )
+    __slots__ = ("contiguous", "device", "dtype", "ordered", "owner", "pointer", "shape", "size", "stream", "writable")
 
     def __init__(
         self,

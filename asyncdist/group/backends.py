@@ -46,14 +46,7 @@ class GroupBackends:
     The group starts calls at `host` or `devices`. What is dropped, aborted or closed here is so in both.
     """
 
-    def __init__(
-        self,
-        world: World,
-        group_id: int,
-        ranks: tuple[int, ...],
-        names: BackendNames,
-        owner: _Group,
-    ) -> None:
+    def __init__(self, world: World, group_id: int, ranks: tuple[int, ...], names: BackendNames, owner: _Group) -> None:
         self.names = names
         self._world = world
         self._group_id = group_id

@@ -1,7 +1,7 @@
 """Warns when collectives of one (group, tag) overlap from two tasks.
 
-The order of issue must be the same on all ranks. One task's order is its program; the order between two tasks is the
-scheduler's, so such collectives meet the wrong partners sooner or later, and silently. Tags or groups cure it.
+All ranks must issue in the same order. Within one task the program sets the order; between two tasks the scheduler sets
+it, so sooner or later such collectives silently meet the wrong partners. Tags or groups of their own prevent that.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from asyncdist.concurrency.call_site import calling_frame
 __all__ = ["TAGS_KEPT", "OverlapWatch"]
 
 TAGS_KEPT: Final = 1024
-"""Tags whose last task is remembered: a program has a few, or uses each once and then never overlaps."""
+"""Tags whose last task is remembered: a program has a few tags, or uses each once, which never overlaps."""
 
 
 class _Owner(Protocol):
@@ -32,7 +32,7 @@ class OverlapWatch:
         self._owner = owner
         self._loop = loop
         self.last_task: dict[int, weakref.ref[asyncio.Task[Any]]] = {}
-        """By tag. A task that issues again need not call `issue`."""
+        """By tag. The task that is here need not call `issue` again."""
         self._warned = False
 
     def issue(self, tag: int, operation: str) -> None:

@@ -1,4 +1,4 @@
-"""Pairs: the point-to-point operations of one group."""
+"""The sends and receives of one group."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ POINT_TO_POINT_MARK: Final = 0x5C5C_5C5C_5C5C_5C5C
 """Set apart from the group's own id, so that aborting its collectives leaves messages between survivors alone."""
 POINT_TO_POINT_CHANNEL: Final = 0
 MAX_HELD: Final = 1024
-"""Messages held back for a rank from which on it is answered no more: it does not read the answers that it has."""
+"""Messages held back for a rank that end the answers to its sends: it does not read the answers that it has."""
 FORGOTTEN_NAMED: Final = 10
-"""Receives that a warning names: a program has forgotten one or two, or all of a loop."""
+"""Receives that a warning names: a program has forgotten one or two, or all those of a loop."""
 KEYS_KEPT: Final = 1024
-"""Match keys kept by tag: a program has a few; one with more pays for packing them."""
+"""Match keys kept by tag: a program has a few tags; one with more pays for packing keys."""
 
 
 Number: TypeAlias = Callable[[int], int]
@@ -63,13 +63,13 @@ class PairOwner(Protocol):
         """What a call raises once the group was aborted because of `cause`."""
 
     def ask_origin(self, ranks: Collection[int]) -> None:
-        """Messages wait for `ranks`: ask them whether they have made another group in place of this one."""
+        """Ask `ranks`, which messages wait for, whether they have made another group in place of this one."""
 
     def untold(self, work: Work[object]) -> None:
-        """Keep one that somebody waited for after all: all who did were cancelled before they were told."""
+        """Keep a failed Work after all: its waiters were cancelled before they were told."""
 
     def remember_failure(self, work: Work[object]) -> None:
-        """Keep a failed work until somebody asks about it."""
+        """Keep a failed Work until the program asks about it."""
 
 
 class Pairs:
@@ -87,7 +87,7 @@ class Pairs:
         gpu_pairs: Callable[[], DevicePairs],
         parent_id: int | None,
     ) -> None:
-        """`gpu_pairs()` makes what moves GPU arrays; TypeError where there is no GPU. `parent_id`: None of a world."""
+        """`gpu_pairs()` makes what moves GPU arrays; TypeError without a GPU. `parent_id` of a world is None."""
         self.mesh = world.mesh
         self._loop = world.loop
         self._thread = get_ident()
@@ -103,7 +103,7 @@ class Pairs:
         self._keys: dict[int, bytes] = {}
         self._aborted: BaseException | None = None
         self.closed_members: ClosedMembers | None = None
-        """None where who closes the group leaves the world, and says goodbye to all."""
+        """None for a world: a rank that closes it leaves, and says goodbye to all."""
         if parent_id is not None:
             self.closed_members = ClosedMembers(world, group_id, parent_id, ranks, self._waited_for, owner.ask_origin)
         self._closed_by: set[int] = set()
@@ -189,11 +189,11 @@ class Pairs:
         return work
 
     def pending(self) -> list[PairWork]:
-        """Everything under way."""
+        """Return all sends and receives under way."""
         return list(self._works)
 
     def withdraw_receives(self) -> None:
-        """Withdraw receives that nothing matched, as the group closes; warn of those that nobody has asked about."""
+        """Withdraw receives that nothing matched, as the group closes; warn of those never asked about."""
         forgotten = []
         for work in self.pending():
             if isinstance(work, RecvWork):
@@ -213,7 +213,7 @@ class Pairs:
                     else " (python -X dev and ASYNCDIST_CHECK=full show the lines of the calls)"
                 )
             )
-            # Not from here: where warnings are errors, the group is to be closed all the same.
+            # Later: where warnings are errors, the group is to be closed all the same.
             self._loop.call_soon(warnings.warn_explicit, text, RuntimeWarning, "asyncdist", 0)
 
     @property
@@ -233,9 +233,9 @@ class Pairs:
                 work._fail(explain(work.where, error))
 
     def drop_unmatched(self) -> None:
-        """Nothing will be received here any more: throw away what nobody has received, and what is still to come.
+        """Throw away messages that were not received, those still to come too, as the group is closed.
 
-        Else it would take up memory, and its senders' credit, for as long as the world lasts.
+        Else they would take up memory, and their senders' credit, for as long as the world lasts.
         """
         discarded = partial(_discarded, self.mesh, self._group_id)
         self.mesh.drop_group(self._key(0)[:8], discarded)
@@ -252,29 +252,29 @@ class Pairs:
             self._owner.remember_failure(work)
 
     def untold(self, work: PairWork) -> None:
-        """Nobody who waited for a Work was told that it has failed."""
+        """A Work has failed, and its waiters were cancelled before they were told."""
         self._owner.untold(work)
 
     def refuse_gpu_array(self, source: int, meta: bytes) -> None:
-        """A receive that takes none has met the announcement of an array on a GPU: tell its sender."""
+        """Tell the sender of a GPU array that a receive of host arrays has met its announcement."""
         from asyncdist.gpu.messages import Announcement, refuse_message
 
-        with contextlib.suppress(ValueError):  # malformed: nobody waits for an answer
+        with contextlib.suppress(ValueError):  # malformed: no sender waits for an answer
             number = Announcement.decode(meta).number
             refuse_message(self.mesh, self._group_id, source, number, "it is received on the host")
 
     def peer_lost(self, rank: int, error: BaseException) -> None:
-        """A rank is gone; the transport knows what it has to do, but GPUs do not."""
+        """A rank is gone: the transport fails its messages, but not those of GPU arrays."""
         if self._gpu_pairs is not None:
             self._gpu_pairs.peer_lost(rank, error)
 
     def member_closed(self, rank: int) -> None:
-        """A member has closed the group: all that it has sent is here, or under way to its receive."""
+        """A member has closed the group: all that it sent is here, or on its way to a receive."""
         self._closed_by.add(rank)
         self.fail_vain_receives()
 
     def fail_vain_receives(self) -> None:
-        """Fail the receives of what will never be sent."""
+        """Fail receives whose message will never be sent."""
         if self._closed_by:
             for work in self.pending():
                 self._fail_if_vain(work)
@@ -295,7 +295,7 @@ class Pairs:
             self.closed_members.stop()
 
     async def close(self) -> None:
-        """Give back what the messages of GPU arrays went through; nothing is under way."""
+        """Release what the messages of GPU arrays went through; nothing is under way."""
         self._ask_nobody()
         if self._gpu_pairs is not None:
             await self._gpu_pairs.close()
@@ -370,7 +370,7 @@ class Pairs:
 
 
 def _discarded(mesh: BaseMesh, group_id: int, source: int, meta: bytes) -> None:
-    """A message for a group that is closed here is thrown away: who sent an array on a GPU waits for an answer."""
+    """Answer the sender of a GPU array whose message is thrown away, as its group is closed here."""
     core = mesh.cores[source]
     if not meta.startswith(GPU_META) or core is None or core.statistics()["held"] >= MAX_HELD:
         return

@@ -40,7 +40,7 @@ class SendObjectsWork(SendWork):
 
 
 class RecvObjectsWork(RecvArrayWork):
-    """A receive of as many objects as there are places in a list; its result is the source rank."""
+    """A receive of as many objects as a list has places; its result is the source rank."""
 
     __slots__ = ("_allow_pickle", "_places")
 
@@ -73,8 +73,7 @@ class RecvObjectsWork(RecvArrayWork):
             what = f"objects of {human_bytes(nbytes)}, above max_bytes={human_bytes(self._max_bytes)}"
         if what:
             raise CollectiveMismatchError(
-                f"{self.where}: rank {source} sent {what}; the message is dropped, the pair stays usable",
-                source,
+                f"{self.where}: rank {source} sent {what}; the message is dropped, the pair stays usable", source
             )
         self._flat = Flat(np.empty(nbytes, np.uint8), writable=True)
         return self._flat.octets

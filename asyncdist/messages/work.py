@@ -12,13 +12,7 @@ import numpy as np
 from asyncdist.arrays.host import Array, Flat, decode_meta, describe, encode_meta, human_bytes
 from asyncdist.arrays.objects import GPU_META, OBJECT_META
 from asyncdist.concurrency.group_ids import spell_ranks
-from asyncdist.errors import (
-    ClosedError,
-    CollectiveMismatchError,
-    CollectiveTimeoutError,
-    DistStoreError,
-    PeerLostError,
-)
+from asyncdist.errors import ClosedError, CollectiveMismatchError, CollectiveTimeoutError, DistStoreError, PeerLostError
 from asyncdist.transport.base_mesh import BaseMesh
 from asyncdist.transport.protocol.frame import unpack_key
 from asyncdist.transport.protocol.matching import Receive, SendOp
@@ -41,14 +35,14 @@ class PairWorkOwner(Protocol):
         """The Work has ended, well or not."""
 
     def untold(self, work: PairWork) -> None:
-        """Nobody who waited for this Work was told that it has failed."""
+        """This Work has failed, and its waiters were cancelled before they were told."""
 
     def refuse_gpu_array(self, source: int, meta: bytes) -> None:
-        """A receive that takes none has met the announcement of an array on a GPU: tell its sender."""
+        """Tell the sender of a GPU array that a receive of host arrays has met its announcement."""
 
 
 class _Over:
-    """What the transport tells once a Work has ended: nobody is interested."""
+    """Takes the transport's reports once a Work has ended, and ignores them."""
 
     def message_sent(self, token: object) -> None:
         pass
@@ -68,9 +62,9 @@ OVER: Final = _Over()
 
 
 class PairWork(Work[Any]):
-    """What sends and receives share: an own deadline, whose expiry concerns no other message.
+    """A send or a receive, with a deadline of its own, whose expiry concerns no other message.
 
-    `peer` is the other's global rank or ANY_SOURCE. `withdrawable`: whether cancelling the last waiter withdraws it.
+    `peer` is the other global rank or ANY_SOURCE. `withdrawable`: whether cancelling the last waiter withdraws it.
     """
 
     __slots__ = ("_owner", "_timer", "_withdrawable", "message", "peer")
@@ -241,7 +235,7 @@ class RecvWork(PairWork):
         self.message = Receive(key, None, self, None, encode_meta(array.dtype, array.shape), octets)
 
     def allocate(self, token: object, source: int, nbytes: int, meta: bytes) -> memoryview:
-        """Lend the bytes the message goes to, or refuse it."""
+        """Return the bytes that the message goes to, or refuse the message."""
         dtype, shape = self._described(source, meta, nbytes)
         array = self._array
         if dtype != array.dtype or nbytes > array.nbytes:
@@ -281,8 +275,7 @@ class RecvWork(PairWork):
             elements *= extent
         if elements * dtype.itemsize != nbytes:
             raise CollectiveMismatchError(
-                f"{self.where}: rank {source} describes {describe(dtype, shape)}, but sent {nbytes} bytes",
-                source,
+                f"{self.where}: rank {source} describes {describe(dtype, shape)}, but sent {nbytes} bytes", source
             )
         return dtype, shape
 
@@ -309,19 +302,19 @@ class RecvWork(PairWork):
         return self._owner.mesh.withdraw(self.message)
 
     def is_unasked(self) -> bool:
-        """Whether nobody has ever asked what becomes of it."""
+        """Whether the program has never asked about its outcome."""
         return not self._retrieved and (self._waiters, self._callbacks, self._listener) == (None, None, None)
 
     @property
     def call(self) -> str:
-        """What was called, and where if that was kept."""
+        """The call, for messages, and its line where that is known."""
         source = "any rank" if self.peer == ANY_SOURCE else f"rank {self.peer}"
         place = getattr(self, "_issued_at", None)
         at = f", issued at {Path(place[0]).name}:{place[1]}" if place is not None else ""
         return f"{self.operation} of tag {self._tag} from {source}{at}"
 
     def never_sent(self, closed: Sequence[int]) -> None:
-        """Nobody sends this any more, unless it has met a message: those who might have, `closed` the group or left."""
+        """Fail, unless a message has matched: the ranks that could send one `closed` the group, or left."""
         if not self._owner.mesh.withdraw(self.message):
             return
         self._retrieved = True  # as where a rank has left
@@ -338,7 +331,7 @@ class RecvWork(PairWork):
             self._error = ClosedError(f"{self.where}: was withdrawn")
 
     def give_back(self) -> bool:
-        """Undo a receive that has ended well, when its last waiter gave up before it knew.
+        """Undo a receive that has ended well, if its last waiter was cancelled before it was told.
 
         True if it was undone: the message goes to the next receive, as if this one had been withdrawn in time.
         """
@@ -358,7 +351,7 @@ class RecvWork(PairWork):
             self._give_up(timeout_s)
 
     def _give_up(self, timeout_s: float) -> None:
-        """End a message that is coming in: its sender hears of it, and all else goes on."""
+        """End a message that is coming in; its sender is told, and all else goes on."""
         self._owner.mesh.give_up(self.peer, self.message)
         why = f"only a part of a message of tag {self._tag} has come from rank {self.peer}; it is thrown away"
         self._fail(self._timeout_error(timeout_s, why))

@@ -66,12 +66,7 @@ class Coalesced(Issuer):
         )
 
     def all_gather_into_tensor_coalesced(
-        self,
-        output_tensors: Sequence[Any],
-        input_tensors: Sequence[Any],
-        *,
-        tag: int = 0,
-        timeout: Timeout = INHERIT,
+        self, output_tensors: Sequence[Any], input_tensors: Sequence[Any], *, tag: int = 0, timeout: Timeout = INHERIT
     ) -> Work[Any]:
         """Fill each output (`size` times the elements of the input beside it) with everybody's, in rank order.
 

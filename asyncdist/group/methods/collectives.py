@@ -54,13 +54,7 @@ class Collectives(Issuer):
     ) -> Work[Any]:
         """Fill `output_tensor` (`size` times the elements of `input_tensor`) with everybody's, in rank order."""
         return self._collective(
-            "all_gather_into_tensor",
-            tag,
-            timeout,
-            call.all_gather_into_tensor,
-            output_tensor,
-            input_tensor,
-            self.size,
+            "all_gather_into_tensor", tag, timeout, call.all_gather_into_tensor, output_tensor, input_tensor, self.size
         )
 
     all_gather_single = all_gather_into_tensor
@@ -118,24 +112,11 @@ class Collectives(Issuer):
         )
 
     def reduce_scatter_tensor(
-        self,
-        output: Any,
-        input: Any,
-        op: ReduceOpLike = ReduceOp.SUM,
-        *,
-        tag: int = 0,
-        timeout: Timeout = INHERIT,
+        self, output: Any, input: Any, op: ReduceOpLike = ReduceOp.SUM, *, tag: int = 0, timeout: Timeout = INHERIT
     ) -> Work[Any]:
         """Reduce `input` (`size` times the elements of `output`) over all ranks; rank r gets the r-th part."""
         return self._collective(
-            "reduce_scatter_tensor",
-            tag,
-            timeout,
-            call.reduce_scatter_tensor,
-            output,
-            input,
-            op,
-            self.size,
+            "reduce_scatter_tensor", tag, timeout, call.reduce_scatter_tensor, output, input, op, self.size
         )
 
     reduce_scatter_single = reduce_scatter_tensor
@@ -167,14 +148,7 @@ class Exchanges(Issuer):
         another length, several dtypes, or if the two arrays of this rank itself differ in shape.
         """
         return self._collective(
-            "all_to_all",
-            tag,
-            timeout,
-            exchange.all_to_all,
-            output_tensor_list,
-            input_tensor_list,
-            self.rank,
-            self.size,
+            "all_to_all", tag, timeout, exchange.all_to_all, output_tensor_list, input_tensor_list, self.rank, self.size
         )
 
     def all_to_all_single(

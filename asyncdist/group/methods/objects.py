@@ -77,14 +77,7 @@ class Objects(ItemIssuer):
         """Fill the root's `object_gather_list` (one place per rank; None elsewhere) with everybody's `obj`."""
         root, terms = self._root("gather_object", root, tag), self._terms(max_bytes)
         return self._collective(
-            "gather_object",
-            tag,
-            timeout,
-            call_items.gather_object,
-            obj,
-            object_gather_list,
-            root,
-            terms,
+            "gather_object", tag, timeout, call_items.gather_object, obj, object_gather_list, root, terms
         )
 
     def broadcast_object_list(
@@ -99,13 +92,7 @@ class Objects(ItemIssuer):
         """Fill everybody's `object_list`, equally long on all ranks, with the root's. The result is `object_list`."""
         root, terms = self._root("broadcast_object_list", root, tag), self._terms(max_bytes)
         return self._collective(
-            "broadcast_object_list",
-            tag,
-            timeout,
-            call_items.broadcast_object_list,
-            object_list,
-            root,
-            terms,
+            "broadcast_object_list", tag, timeout, call_items.broadcast_object_list, object_list, root, terms
         )
 
     def scatter_object_list(

@@ -66,12 +66,7 @@ class PointToPoint(Issuer):
         return self.pairs.receive(tensor, source, tag, timeout, abandon=True, number=self.pairs.group_rank)
 
     def recv_array(
-        self,
-        src: int | None = None,
-        tag: int = 0,
-        max_bytes: int = DEFAULT_MAX_BYTES,
-        *,
-        timeout: Timeout = None,
+        self, src: int | None = None, tag: int = 0, max_bytes: int = DEFAULT_MAX_BYTES, *, timeout: Timeout = None
     ) -> Work[Any]:
         """Receive an array of the sender's shape and dtype, at most `max_bytes` large, from rank `src` (None: any).
 
