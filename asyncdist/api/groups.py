@@ -162,11 +162,7 @@ def split_group(
     parent = resolve(parent_pg)
     parts = _parts(() if split_ranks is None else split_ranks, "split_ranks")
     for part in parts:
-        for rank in part:
-            if not 0 <= rank < parent.size:
-                raise ValueError(
-                    f"rank {rank} is not a group rank of {parent.name}: its ranks are 0 to {parent.size - 1}"
-                )
+        _check_group_ranks(parent, part)
     members = [tuple(sorted(parent.ranks[rank] for rank in part)) for part in parts]
     return _make(parent, members, timeout, backend, group_desc, sort_ranks=True)[0]
 
@@ -179,11 +175,12 @@ def shrink_group(
     *,
     timeout: Timeout = INHERIT,
 ) -> ProcessGroup:
-    """Make the group of those who are left when `ranks_to_exclude` (group ranks) are gone, in the same order.
+    """Make the group of the ranks that are left without `ranks_to_exclude` (group ranks), in the same order.
 
-    Only they call it, all with the same ranks: it works after ranks were lost, when `group` is aborted. Nothing is
-    sent. The old group stays as it is; with `SHRINK_ABORT` it is aborted, and what is under way on it. Shrinking the
-    default group does not make another the default: pass `group=`, ranks in arguments stay global ranks.
+    Only the ranks that are left call it, all with the same `ranks_to_exclude`, also after ranks were lost and `group`
+    was aborted. Nothing is sent. The old group stays as it is; with `SHRINK_ABORT` it is aborted, and what is under way
+    on it. Shrinking the default group does not make another the default: pass `group=`, ranks in arguments stay global
+    ranks.
 
     Raises TypeError for what is no list of ints, ValueError for ranks that are none, repeated, not in the group, or
     all of them, RuntimeError on a rank that excludes itself.
@@ -195,9 +192,7 @@ def shrink_group(
     if shrink_flags not in (0, SHRINK_ABORT):
         raise ValueError(f"shrink_flags must be 0 or SHRINK_ABORT ({SHRINK_ABORT}), got {shrink_flags!r}")
     excluded = _parts([ranks_to_exclude], "ranks_to_exclude")[0]
-    for rank in excluded:
-        if not 0 <= rank < old.size:
-            raise ValueError(f"rank {rank} is not a group rank of {old.name}: its ranks are 0 to {old.size - 1}")
+    _check_group_ranks(old, excluded)
     if len(excluded) == old.size:
         raise ValueError(f"nobody would be left of group {old.name}")
     if old.rank in excluded:
@@ -206,7 +201,7 @@ def shrink_group(
         )
     left = [rank for index, rank in enumerate(old.ranks) if index not in set(excluded)]
     made = new_group(left, timeout, group=old, use_local_synchronization=True, sort_ranks=False)
-    assert isinstance(made, ProcessGroup), "who is not excluded is a member"
+    assert isinstance(made, ProcessGroup), "a rank that is not excluded is a member"
     if shrink_flags == SHRINK_ABORT:
         old.abort(f"it was shrunk to {made.name}, without rank {', '.join(str(old.ranks[rank]) for rank in excluded)}")
     return made
@@ -216,9 +211,9 @@ async def destroy_process_group(group: Group = None) -> Any:
     """Close `group`; without one, the default group and with it all groups of its world. See `ProcessGroup.close`.
 
     Waits for everything under way, but for receives that nothing matched, which are withdrawn; then leaves, which peers
-    can tell from being lost. Raises, once, the first failure of a work that nobody asked about; ValueError without a
-    default group. A group that is closed, or of which this process is no member, stays as it is. Cancelling aborts what
-    is under way, and lets the bounded end finish first.
+    can tell from being lost. Raises, once, the first failure of a Work that the program has not asked about; ValueError
+    without a default group. A group that is closed, or of which this process is no member, stays as it is. Cancelling
+    aborts what is under way, and lets the bounded end finish first.
     """
     if isinstance(group, NonMember):
         return
@@ -241,6 +236,12 @@ def _parts(lists: Iterable[Iterable[int]], name: str) -> list[tuple[int, ...]]:
         if len(set(part)) != len(part):
             raise ValueError(f"{name} must not hold a rank twice: {list(part)}")
     return parts
+
+
+def _check_group_ranks(group: ProcessGroup, ranks: Sequence[int]) -> None:
+    for rank in ranks:
+        if not 0 <= rank < group.size:
+            raise ValueError(f"rank {rank} is not a group rank of {group.name}: its ranks are 0 to {group.size - 1}")
 
 
 def _make(

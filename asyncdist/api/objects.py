@@ -45,7 +45,7 @@ def all_gather_object(
 
     Objects encoded beyond `max_bytes` (1 GiB unless given) raise ValueError at the call; where a rank accepts less,
     CollectiveMismatchError there, and the group is aborted if it was a collective. Bytes that are no object, or pickled
-    ones nobody agreed on, raise RemoteProtocolError that names the sender, on that rank alone.
+    objects without that agreement, raise RemoteProtocolError that names the sender, on that rank alone.
 
     All ranks of the group call it, in the same order for each `tag`; tasks that call at the same time take different
     tags. `timeout` (seconds, a timedelta, None for no limit; by default the group's) bounds the operation.
@@ -83,7 +83,7 @@ def gather_object(
 
     Objects encoded beyond `max_bytes` (1 GiB unless given) raise ValueError at the call; where a rank accepts less,
     CollectiveMismatchError there, and the group is aborted if it was a collective. Bytes that are no object, or pickled
-    ones nobody agreed on, raise RemoteProtocolError that names the sender, on that rank alone.
+    objects without that agreement, raise RemoteProtocolError that names the sender, on that rank alone.
 
     `dst` is a global rank, also in a smaller group; `group_dst` is one of the group.
 
@@ -126,7 +126,7 @@ def broadcast_object_list(
 
     Objects encoded beyond `max_bytes` (1 GiB unless given) raise ValueError at the call; where a rank accepts less,
     CollectiveMismatchError there, and the group is aborted if it was a collective. Bytes that are no object, or pickled
-    ones nobody agreed on, raise RemoteProtocolError that names the sender, on that rank alone.
+    objects without that agreement, raise RemoteProtocolError that names the sender, on that rank alone.
 
     `src` is a global rank, also in a smaller group; `group_src` is one of the group.
 
@@ -171,7 +171,7 @@ def scatter_object_list(
 
     Objects encoded beyond `max_bytes` (1 GiB unless given) raise ValueError at the call; where a rank accepts less,
     CollectiveMismatchError there, and the group is aborted if it was a collective. Bytes that are no object, or pickled
-    ones nobody agreed on, raise RemoteProtocolError that names the sender, on that rank alone.
+    objects without that agreement, raise RemoteProtocolError that names the sender, on that rank alone.
 
     `src` is a global rank, also in a smaller group; `group_src` is one of the group.
 
@@ -215,7 +215,7 @@ def send_object_list(
 
     Objects encoded beyond `max_bytes` (1 GiB unless given) raise ValueError at the call; where a rank accepts less,
     CollectiveMismatchError there, and the group is aborted if it was a collective. Bytes that are no object, or pickled
-    ones nobody agreed on, raise RemoteProtocolError that names the sender, on that rank alone.
+    objects without that agreement, raise RemoteProtocolError that names the sender, on that rank alone.
 
     `dst` is a global rank, also in a smaller group; `group_dst` is one of the group.
 
@@ -260,7 +260,7 @@ def recv_object_list(
 
     Objects encoded beyond `max_bytes` (1 GiB unless given) raise ValueError at the call; where a rank accepts less,
     CollectiveMismatchError there, and the group is aborted if it was a collective. Bytes that are no object, or pickled
-    ones nobody agreed on, raise RemoteProtocolError that names the sender, on that rank alone.
+    objects without that agreement, raise RemoteProtocolError that names the sender, on that rank alone.
 
     `src` is a global rank, also in a smaller group; `group_src` is one of the group.
 

@@ -27,14 +27,14 @@ def isend(
 ) -> Work[None]:
     """Send `tensor` (any shape) to rank `dst`; done when `tensor` may be written again, not when it arrived.
 
-    A send that is done well is received, in its place, if the two ranks live and `dst` receives it. A message of 256
-    KiB or less mostly is done at once; a longer one waits for its receive.
+    A send that ended well is received, in its place, if the two ranks live and `dst` receives it. A message of up to
+    256 KiB is mostly done at once; a longer one waits for its receive.
 
     Withdrawn by `work.cancel()` only, before a receive has matched: then it is as if it had never been sent, and
     `tensor` is free. A receive that has matched it without this rank's knowing raises CollectiveTimeoutError. No
-    time-out unless one is given; expiry withdraws the send or, if the message is on its way, ends that message and
-    nothing else: its receive raises CollectiveTimeoutError, too. A GPU cannot be stopped in the middle: a send of its
-    array is never withdrawn, and expiry breaks the connection, so that the two ranks are lost to each other and, on
+    time-out unless one is given. Expiry withdraws the send or, if the message is on its way, ends that message and
+    nothing else: its receive raises CollectiveTimeoutError, too. A send of a GPU array is never withdrawn, as a GPU
+    cannot be stopped in the middle. Its expiry breaks the connection: the two ranks are lost to each other and, on
     every rank, to the collectives of all groups that have one of them. `dst` may be this rank.
 
     `dst` is a global rank, also in a smaller group; `group_dst` is one of the group.
@@ -68,7 +68,7 @@ def send(
 ) -> Work[None]:
     """As `isend`, but withdrawn also when the last task awaiting it is cancelled, before a receive has matched.
 
-    A message that is on its way then still arrives: who may be cancelled keeps the Work and awaits it again.
+    A message that is on its way then still arrives: a task that may be cancelled keeps the Work and awaits it again.
 
     `dst` is a global rank, also in a smaller group; `group_dst` is one of the group.
 
@@ -102,12 +102,12 @@ def irecv(
     """Receive into `tensor`, of the sender's dtype and at least its size, from rank `src` (None: from any).
 
     The result is the source's global rank. A message of another dtype or too large raises CollectiveMismatchError and
-    is dropped; the pair stays usable. From any source it raises PeerLostError when a member is lost while it waits, and
-    when all the others are gone; one that is posted after a loss waits for those who are left. It connects to nobody,
-    so of a rank that this one never met it hears only from others that lost it, or if that was rank 0 and hosted the
-    store: where that may not do, give a time-out. Withdrawn by `work.cancel()` only, before a message has matched. No
-    time-out unless one is given; expiry withdraws the receive or, if a message is coming in, throws that away and ends
-    nothing else (a GPU array's: as `isend`).
+    is dropped; the pair stays usable. A receive from any source raises PeerLostError when a member is lost while it
+    waits, and when all other members are gone; a receive posted after a loss waits for the members that are left. It
+    connects to no rank. So it hears of the loss of a rank that this one never met only from ranks that lost it, or if
+    that rank was rank 0 and hosted the store; give a time-out where that may not do. Withdrawn by `work.cancel()` only,
+    before a message has matched. No time-out unless one is given. Expiry withdraws the receive or, if a message is
+    coming in, throws that message away and ends nothing else (a GPU array's: as `isend`).
 
     `src` is a global rank, also in a smaller group; `group_src` is one of the group.
 
@@ -140,9 +140,9 @@ def recv(
 ) -> Work[int]:
     """As `irecv`, but withdrawn also when the last task awaiting it is cancelled, before a message has matched.
 
-    No message is lost then. One that is coming in, as a large one does for a while, still comes into `tensor`: who may
-    be cancelled keeps the Work and awaits it again. One that came in the moment of cancelling goes to the next receive,
-    behind those that receives posted meanwhile have got.
+    No message is lost then. A message that is coming in, as a large one does for a while, still comes into `tensor`: a
+    task that may be cancelled keeps the Work and awaits it again. A message that came in the moment of cancelling goes
+    to the next receive, behind those that receives posted meanwhile have got.
 
     `src` is a global rank, also in a smaller group; `group_src` is one of the group.
 

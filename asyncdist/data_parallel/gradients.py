@@ -186,7 +186,7 @@ class JoinedWork(Work[Any]):
         """See Work; of its parts the number is known, of all together there is none."""
         return self._group.where(self.operation)
 
-    # Whether somebody has asked about a failure is for the group to know, when it closes; it knows the parts.
+    # The group must know, when it closes, whether the program has asked about a failure; the group knows the parts.
 
     @property
     def _retrieved(self) -> bool:

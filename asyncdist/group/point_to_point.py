@@ -225,7 +225,7 @@ class Pairs:
         """Fail everything under way; arrays are free when this returns."""
         if self._aborted is None:
             self._aborted = error
-            self._ask_nobody()
+            self._stop_asking()
             self.mesh.drop_group(self._key(0)[:8])
             if self._gpu_pairs is not None:
                 self._gpu_pairs.abort()
@@ -290,13 +290,13 @@ class Pairs:
     def _waited_for(self) -> set[int]:
         return {work.peer for work in self._works}
 
-    def _ask_nobody(self) -> None:
+    def _stop_asking(self) -> None:
         if self.closed_members is not None:
             self.closed_members.stop()
 
     async def close(self) -> None:
         """Release what the messages of GPU arrays went through; nothing is under way."""
-        self._ask_nobody()
+        self._stop_asking()
         if self._gpu_pairs is not None:
             await self._gpu_pairs.close()
 
@@ -317,7 +317,7 @@ class Pairs:
             work.message_failed(None, error)
             return work
         if complete:
-            work._done = True  # nobody can be waiting for it yet
+            work._done = True  # no task can be waiting for it yet
             work.message.sink = OVER
         else:
             self._started(work, timeout_s)

@@ -217,8 +217,8 @@ class Monitored(Issuer):
 
         The group's first rank asks all others then, connected or not, and its verdict is every rank's
         CollectiveTimeoutError, whose `missing` are their global ranks; the group is aborted. Where the first rank
-        itself does not come, the others say so `VERDICT_S` later. Other collectives name who is missing as well, but
-        in groups of more than 256 ranks only as far as ranks are connected.
+        itself does not come, the others say so one second later. Other collectives name who is missing as well, but in
+        groups of more than 256 ranks only as far as ranks are connected.
 
         `wait_all_ranks` is torch's choice between the first missing rank and all; here it is always all.
         """

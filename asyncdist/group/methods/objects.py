@@ -46,7 +46,7 @@ class Objects(ItemIssuer):
 
     Objects encoded beyond `max_bytes` (1 GiB unless given) raise ValueError at the call; where a rank accepts less,
     CollectiveMismatchError there, and the group is aborted if it was a collective. Bytes that are no object, or pickled
-    ones nobody agreed on, raise RemoteProtocolError that names the sender, on that rank alone.
+    objects without that agreement, raise RemoteProtocolError that names the sender, on that rank alone.
     """
 
     def all_gather_object(

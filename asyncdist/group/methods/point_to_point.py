@@ -22,22 +22,23 @@ class PointToPoint(Issuer):
     def isend(self, tensor: Any, dst: int, tag: int = 0, *, timeout: Timeout = None) -> Work[None]:
         """Send `tensor` (any shape) to rank `dst`; done when `tensor` may be written again, not when it arrived.
 
-        A send that is done well is received, in its place, if the two ranks live and `dst` receives it. A message of
-        256 KiB or less mostly is done at once; a longer one waits for its receive.
+        A send that ended well is received, in its place, if the two ranks live and `dst` receives it. A message of up
+        to 256 KiB is mostly done at once; a longer one waits for its receive.
 
         Withdrawn by `work.cancel()` only, before a receive has matched: then it is as if it had never been sent, and
         `tensor` is free. A receive that has matched it without this rank's knowing raises CollectiveTimeoutError. No
-        time-out unless one is given; expiry withdraws the send or, if the message is on its way, ends that message and
-        nothing else: its receive raises CollectiveTimeoutError, too. A GPU cannot be stopped in the middle: a send of
-        its array is never withdrawn, and expiry breaks the connection, so that the two ranks are lost to each other
-        and, on every rank, to the collectives of all groups that have one of them. `dst` may be this rank.
+        time-out unless one is given. Expiry withdraws the send or, if the message is on its way, ends that message and
+        nothing else: its receive raises CollectiveTimeoutError, too. A send of a GPU array is never withdrawn, as a GPU
+        cannot be stopped in the middle. Its expiry breaks the connection: the two ranks are lost to each other and, on
+        every rank, to the collectives of all groups that have one of them. `dst` may be this rank.
         """
         return self.pairs.send(tensor, self._peer(dst, "dst"), tag, timeout, abandon=False)
 
     def send(self, tensor: Any, dst: int, tag: int = 0, *, timeout: Timeout = None) -> Work[None]:
         """As `isend`, but withdrawn also when the last task awaiting it is cancelled, before a receive has matched.
 
-        A message that is on its way then still arrives: who may be cancelled keeps the Work and awaits it again.
+        A message that is on its way then still arrives: a task that may be cancelled keeps the Work and awaits it
+        again.
         """
         return self.pairs.send(tensor, self._peer(dst, "dst"), tag, timeout, abandon=True)
 
@@ -45,12 +46,13 @@ class PointToPoint(Issuer):
         """Receive into `tensor`, of the sender's dtype and at least its size, from rank `src` (None: from any).
 
         The result is the source's rank. A message of another dtype or too large raises CollectiveMismatchError and is
-        dropped; the pair stays usable. From any source it raises PeerLostError when a member is lost while it waits,
-        and when all the others are gone; one that is posted after a loss waits for those who are left. It connects to
-        nobody, so of a rank that this one never met it hears only from others that lost it, or if that was rank 0 and
-        hosted the store: where that may not do, give a time-out. Withdrawn by `work.cancel()` only, before a message
-        has matched. No time-out unless one is given; expiry withdraws the receive or, if a message is coming in, throws
-        that away and ends nothing else (a GPU array's: as `isend`).
+        dropped; the pair stays usable. A receive from any source raises PeerLostError when a member is lost while it
+        waits, and when all other members are gone; a receive posted after a loss waits for the members that are left.
+        It connects to no rank. So it hears of the loss of a rank that this one never met only from ranks that lost it,
+        or if that rank was rank 0 and hosted the store; give a time-out where that may not do. Withdrawn by
+        `work.cancel()` only, before a message has matched. No time-out unless one is given. Expiry withdraws the
+        receive or, if a message is coming in, throws that message away and ends nothing else (a GPU array's: as
+        `isend`).
         """
         source = None if src is None else self._peer(src, "src")
         return self.pairs.receive(tensor, source, tag, timeout, abandon=False, number=self.pairs.group_rank)
@@ -58,9 +60,9 @@ class PointToPoint(Issuer):
     def recv(self, tensor: Any, src: int | None = None, tag: int = 0, *, timeout: Timeout = None) -> Work[int]:
         """As `irecv`, but withdrawn also when the last task awaiting it is cancelled, before a message has matched.
 
-        No message is lost then. One that is coming in, as a large one does for a while, still comes into `tensor`: who
-        may be cancelled keeps the Work and awaits it again. One that came in the moment of cancelling goes to the next
-        receive, behind those that receives posted meanwhile have got.
+        No message is lost then. A message that is coming in, as a large one does for a while, still comes into
+        `tensor`: a task that may be cancelled keeps the Work and awaits it again. A message that came in the moment of
+        cancelling goes to the next receive, behind those that receives posted meanwhile have got.
         """
         source = None if src is None else self._peer(src, "src")
         return self.pairs.receive(tensor, source, tag, timeout, abandon=True, number=self.pairs.group_rank)
