@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from asyncdist.arrays.host import Flat, human_bytes
+from asyncdist.arrays.host import human_bytes
 from asyncdist.arrays.objects import GPU_META, OBJECT_META, encode
 from asyncdist.collectives.arguments.items import decode_object
 from asyncdist.errors import CollectiveMismatchError, RemoteProtocolError
-from asyncdist.messages.work import PairWork, PairWorkOwner, RecvArrayWork, SendWork
+from asyncdist.messages.work import NOTHING, PairWork, PairWorkOwner, RecvWork, SendWork
 from asyncdist.transport.protocol.matching import Receive, SendOp
 
 __all__ = ["RecvObjectsWork", "SendObjectsWork"]
@@ -39,10 +39,10 @@ class SendObjectsWork(SendWork):
         self.message = SendOp(key, octets, OBJECT_META, self, None)
 
 
-class RecvObjectsWork(RecvArrayWork):
+class RecvObjectsWork(RecvWork):
     """A receive of as many objects as a list has places; its result is the source rank."""
 
-    __slots__ = ("_allow_pickle", "_places")
+    __slots__ = ("_allow_pickle", "_max_bytes", "_places")
 
     def __init__(
         self,
@@ -57,8 +57,9 @@ class RecvObjectsWork(RecvArrayWork):
     ) -> None:
         if not isinstance(places, list):
             raise TypeError(f"object_list must be a list, not {type(places).__name__}")
-        super().__init__(loop, key, owner, peer, number, max_bytes)
-        self.operation = "recv_object_list"
+        super().__init__(loop, "recv_object_list", NOTHING, key, owner, peer, number, withdrawable=True)
+        self.message.view = None  # always ask
+        self._max_bytes = max_bytes
         self._places = places
         self._allow_pickle = allow_pickle
 
@@ -75,8 +76,8 @@ class RecvObjectsWork(RecvArrayWork):
             raise CollectiveMismatchError(
                 f"{self.where}: rank {source} sent {what}; the message is dropped, the pair stays usable", source
             )
-        self._flat = Flat(np.empty(nbytes, np.uint8), writable=True)
-        return self._flat.octets
+        self._octets = np.empty(nbytes, np.uint8).data
+        return self._octets
 
     def message_received(self, token: object, receive: Receive) -> None:
         """The message is here."""
@@ -84,7 +85,7 @@ class RecvObjectsWork(RecvArrayWork):
             return
         assert receive.source is not None  # the transport sets it before it reports
         try:
-            values = decode_object(self._flat.octets, receive.source, self._allow_pickle)
+            values = decode_object(self._octets, receive.source, self._allow_pickle)
             if type(values) is not list or len(values) != len(self._places):
                 count = f"{len(values)} objects" if type(values) is list else "something else than a list"
                 raise CollectiveMismatchError(
@@ -99,6 +100,3 @@ class RecvObjectsWork(RecvArrayWork):
         else:
             self._places[:] = values
             super().message_received(token, receive)
-
-    def _outcome(self) -> Any:
-        return self._source

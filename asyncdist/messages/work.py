@@ -18,9 +18,12 @@ from asyncdist.transport.protocol.frame import unpack_key
 from asyncdist.transport.protocol.matching import Receive, SendOp
 from asyncdist.work import Work
 
-__all__ = ["ANY_SOURCE", "OVER", "PairWork", "PairWorkOwner", "RecvArrayWork", "RecvWork", "SendWork"]
+__all__ = ["ANY_SOURCE", "NOTHING", "OVER", "PairWork", "PairWorkOwner", "RecvArrayWork", "RecvWork", "SendWork"]
 
 ANY_SOURCE: Final = -1
+
+NOTHING: Final = np.empty(0, np.uint8)
+"""The array of a receive that makes room once its message comes."""
 
 
 class PairWorkOwner(Protocol):
@@ -183,7 +186,7 @@ class SendWork(PairWork):
         peer: int,
         withdrawable: bool,
     ) -> None:
-        octets = Flat(array, writable=False).octets
+        octets = array.reshape(-1).view(np.uint8).data  # of a copy, where the array is not contiguous
         super().__init__(loop, operation, octets.nbytes, owner, peer, withdrawable)
         self.message = SendOp(key, octets, encode_meta(array.dtype, array.shape), self, None)
 
@@ -211,7 +214,7 @@ class SendWork(PairWork):
 class RecvWork(PairWork):
     """A receive into an array; its result is the source rank, as `number` numbers it."""
 
-    __slots__ = ("_array", "_flat", "_number")
+    __slots__ = ("_array", "_copy", "_number", "_octets")
 
     message: Receive
 
@@ -226,11 +229,12 @@ class RecvWork(PairWork):
         number: Callable[[int], int] | None,
         withdrawable: bool,
     ) -> None:
-        flat = Flat(array, writable=True)
-        octets = flat.octets
+        flat = None if array.flags.carray else Flat(array, writable=True)
+        octets = array.reshape(-1).view(np.uint8).data if flat is None else flat.octets
         super().__init__(loop, operation, octets.nbytes, owner, peer, withdrawable)
         self._array = array
-        self._flat = flat
+        self._octets = octets
+        self._copy = flat  # of an array that is not contiguous
         self._number = number
         self.message = Receive(key, None, self, None, encode_meta(array.dtype, array.shape), octets)
 
@@ -244,7 +248,7 @@ class RecvWork(PairWork):
                 f"{describe(array.dtype, array.shape)}; the message is dropped, the pair stays usable",
                 source,
             )
-        return self._flat.octets[:nbytes]
+        return self._octets[:nbytes]
 
     def message_failed(self, token: object, error: BaseException) -> None:
         """The transport gave the receive up."""
@@ -285,18 +289,15 @@ class RecvWork(PairWork):
             return
         source = receive.source
         assert source is not None  # the transport sets it before it reports
-        if self._flat.is_copy:
+        if self._copy is not None:
             try:
-                self._flat.write_back()
+                self._copy.write_back()
             except ValueError as error:  # its owner has changed it meanwhile
                 self._fail(ValueError(f"{self.where}: the array cannot be written any more: {error}"))
                 return
         self.nbytes = receive.nbytes
         self._source = source if self._number is None else self._number(source)
-        self._finish(self._outcome())
-
-    def _outcome(self) -> Any:
-        return self._source
+        self._finish(self._source)
 
     def _withdraw(self) -> bool:
         return self._owner.mesh.withdraw(self.message)
@@ -337,7 +338,7 @@ class RecvWork(PairWork):
         """
         if not self._withdrawable or not self._done or self._error is not None:
             return False
-        self._owner.mesh.put_back(self.message, bytes(self._flat.octets[: self.message.nbytes]))
+        self._owner.mesh.put_back(self.message, bytes(self._octets[: self.message.nbytes]))
         return True
 
     def _expire(self, timeout_s: float) -> None:
@@ -371,7 +372,7 @@ class RecvArrayWork(RecvWork):
         number: Callable[[int], int] | None,
         max_bytes: int,
     ) -> None:
-        super().__init__(loop, "recv_array", _NOTHING, key, owner, peer, number, withdrawable=True)
+        super().__init__(loop, "recv_array", NOTHING, key, owner, peer, number, withdrawable=True)
         self.message.view = None  # always ask
         self._max_bytes = max_bytes
 
@@ -388,11 +389,8 @@ class RecvArrayWork(RecvWork):
             self._array = np.empty(shape, dtype)
         except ValueError as error:  # without elements, but with extents no array has
             raise CollectiveMismatchError(f"{self.where}: rank {source} describes {shape}: {error}", source) from error
-        self._flat = Flat(self._array, writable=True)
-        return self._flat.octets
+        self._octets = self._array.reshape(-1).view(np.uint8).data
+        return self._octets
 
-    def _outcome(self) -> Any:
-        return self._array
-
-
-_NOTHING: Final = np.empty(0, np.uint8)
+    def _finish(self, result: Any) -> None:
+        super()._finish(self._array)
