@@ -312,7 +312,8 @@ class Pairs:
 
     def _post_send(self, work: SendWork, timeout_s: float | None) -> SendWork:
         try:
-            complete = self.mesh.post_send(work.peer, work.message)
+            core = self.mesh.cores[work.peer]
+            complete = (self.mesh.peer(work.peer) if core is None else core).post_send(work.message)
         except DistError as error:
             work.message_failed(None, error)
             return work
@@ -340,12 +341,15 @@ class Pairs:
             if work.peer == ANY_SOURCE:
                 complete = self.mesh.post_receive_any(self._ranks, receive)
             else:
-                complete = self.mesh.post_receive(work.peer, receive)
+                core = self.mesh.cores[work.peer]
+                complete = (self.mesh.peer(work.peer) if core is None else core).post_receive(receive)
         except DistError as error:
             work.message_failed(None, error)
             return
         if complete:
             work.message_received(None, receive)
+        elif timeout_s is None and self.closed_members is None and not work._done:
+            self._works.add(work)  # nothing is to be watched
         else:
             self._started(work, timeout_s)
 
