@@ -15,9 +15,9 @@ from asyncdist.api.groups import warn_unused
 from asyncdist.collectives.backend import parse_backend
 from asyncdist.concurrency import trace as events
 from asyncdist.concurrency.deadline import DEFAULT_TIMEOUT_S, INHERIT, Deadline, Timeout, timeout_seconds
-from asyncdist.concurrency.group_ids import derive_group_id
-from asyncdist.concurrency.shielding import uninterrupted
-from asyncdist.concurrency.variables import warn_of_misspelt
+from asyncdist.concurrency.integers import derive_group_id
+from asyncdist.concurrency.tasks import uninterrupted
+from asyncdist.concurrency.trace import warn_of_misspelt
 from asyncdist.cuda.provider import chosen_device
 from asyncdist.errors import DistError
 from asyncdist.group import default_group as context

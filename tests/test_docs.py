@@ -9,7 +9,7 @@ import pytest
 
 import asyncdist
 from asyncdist import blocking, errors
-from asyncdist.concurrency.variables import PREFIX, VARIABLES
+from asyncdist.concurrency.trace import PREFIX, VARIABLES
 from asyncdist.plan.algorithms.registry import ALGORITHMS, SHARED_ALGORITHMS
 
 ROOT = Path(__file__).parent.parent

@@ -9,8 +9,7 @@ from typing import Any, Final, TypeAlias
 
 from asyncdist.collectives.backend import parse_backend
 from asyncdist.concurrency.deadline import INHERIT, Timeout, timeout_seconds
-from asyncdist.concurrency.group_ids import spell_ranks
-from asyncdist.concurrency.integers import as_int, as_ints
+from asyncdist.concurrency.integers import as_int, as_ints, spell_ranks
 from asyncdist.cuda.provider import chosen_device
 from asyncdist.group import WORLD
 from asyncdist.group.default_group import Group, resolve

@@ -174,7 +174,7 @@ def _launch(config: LaunchConfig) -> int:
 
 def _config(script: str, args: tuple[str, ...], options: dict[str, Any]) -> LaunchConfig:
     """Turn options and environment into a checked LaunchConfig; raises click's errors."""
-    from asyncdist.concurrency.variables import misspelt
+    from asyncdist.concurrency.trace import misspelt
     from asyncdist.store.tls_config import load_tls
     from asyncdist_server.wire.auth import load_token
 

@@ -1,13 +1,18 @@
-"""Whole numbers as callers may give them: ints, and numpy's, which is what ranks and sizes out of arrays are."""
+"""Whole numbers: as callers may give them, and the ids of groups.
+
+Callers give ints, and numpy's, which is what ranks and sizes out of arrays are. A group's id has 64 bits, which all
+ranks derive alike, without a message, from the order in which groups are made.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+from collections.abc import Iterable, Sequence
 from operator import index
 
 import numpy as np
 
-__all__ = ["as_int", "as_ints"]
+__all__ = ["SubgroupNames", "as_int", "as_ints", "derive_group_id", "spell_ranks"]
 
 
 def as_int(value: object, must: str) -> int:
@@ -27,3 +32,43 @@ def as_ints(values: object, must: str) -> list[int]:
     if not isinstance(values, Iterable):
         raise TypeError(f"{must}, in a list, not {type(values).__name__}")
     return [as_int(value, must) for value in values]
+
+
+def derive_group_id(*parts: object) -> int:
+    """Return a 64-bit group id that all ranks derive alike from `parts`."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
+
+
+def spell_ranks(ranks: Sequence[int]) -> str:
+    """`0, 1, 2`, or the first, the last and how many."""
+    if len(ranks) > 8:
+        return f"{', '.join(map(str, ranks[:6]))}, ..., {ranks[-1]} ({len(ranks)} ranks)"
+    return ", ".join(map(str, ranks))
+
+
+class SubgroupNames:
+    """Numbers the groups made of one group.
+
+    Those that all its ranks make together are counted together, those that only members make by their ranks: so members
+    agree whatever else each of them has made.
+    """
+
+    __slots__ = ("_counts", "_id", "_name")
+
+    def __init__(self, parent_id: int, parent_name: str) -> None:
+        self._id = parent_id
+        self._name = parent_name
+        self._counts: dict[tuple[int, ...], int] = {}
+
+    def next(self, ranks: Sequence[int], *, members_only: bool) -> tuple[int, str, int]:
+        """Id, name and number of the next group of `ranks`; called on members and, unless `members_only`, others."""
+        members = tuple(ranks)
+        key = members if members_only else ()
+        number = self._counts[key] = self._counts.get(key, 0) + 1
+        if members_only:
+            return (
+                derive_group_id(self._id, number, members, "members"),
+                self._name + f"/{len(members)} ranks/{number}",
+                number,
+            )
+        return derive_group_id(self._id, number, members), f"{self._name}/{number}", number

@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from asyncdist.concurrency.uncaught import shorten_if_uncaught
+from asyncdist.concurrency.trace import shorten_if_uncaught
 
 __all__ = ["forget_closed", "loop_factory", "prepare_fork", "run"]
 

@@ -16,7 +16,7 @@ from asyncdist.collectives.arguments.items import Terms, all_gather_array
 from asyncdist.collectives.backend import CollectiveWork
 from asyncdist.collectives.executor.scratch import ScratchPool
 from asyncdist.collectives.host.backend import AioBackend
-from asyncdist.concurrency.group_ids import derive_group_id
+from asyncdist.concurrency.integers import derive_group_id
 from asyncdist.plan.selection.tuning import Tuning
 from asyncdist.transport.base_mesh import BaseMesh
 

@@ -18,7 +18,7 @@ import numpy as np
 from asyncdist.arrays.device import DeviceArray, device_flat
 from asyncdist.arrays.host import decode_meta, describe, encode_meta
 from asyncdist.arrays.objects import GPU_META
-from asyncdist.concurrency.group_ids import derive_group_id
+from asyncdist.concurrency.integers import derive_group_id
 from asyncdist.cuda import Event, Runtime
 from asyncdist.errors import CollectiveMismatchError, DistBackendError, DistError
 from asyncdist.gpu.streams import Tail

@@ -15,7 +15,7 @@ from asyncdist.collectives.arguments.call import Call
 from asyncdist.collectives.backend import Backend, BackendNames, CollectiveWork, WorkKey
 from asyncdist.collectives.shared.operation import different
 from asyncdist.concurrency.deadline import INHERIT, Timeout, timeout_seconds
-from asyncdist.concurrency.group_ids import SubgroupNames
+from asyncdist.concurrency.integers import SubgroupNames
 from asyncdist.errors import (
     ClosedError,
     CollectiveMismatchError,

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable
 from collections.abc import Set as AbstractSet
 from typing import Final, NamedTuple
 
-from asyncdist.concurrency.group_ids import spell_ranks
+from asyncdist.concurrency.integers import spell_ranks
 from asyncdist.errors import CollectiveMismatchError
 from asyncdist.group.deadlines import ASK_S, MAX_PROBE_DIALS
 from asyncdist.messages.work import ANY_SOURCE

@@ -25,7 +25,7 @@ from asyncdist.arrays.reduce_op import PremulSum, ReduceOp
 from asyncdist.collectives.backend import CollectiveWork, GroupBackend, WorkKey
 from asyncdist.collectives.shared.agreement import RESERVED
 from asyncdist.collectives.shared.operation import DifferentOperation
-from asyncdist.concurrency.call_site import calling_frame
+from asyncdist.concurrency.trace import calling_frame
 from asyncdist.errors import CollectiveMismatchError, DistError, PeerLostError
 from asyncdist.plan.problem import PRIVATE_COLLECTIVES, ROOTED
 from asyncdist.transport.base_mesh import BaseMesh

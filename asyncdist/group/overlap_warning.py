@@ -12,7 +12,7 @@ import warnings
 import weakref
 from typing import Any, Final, Protocol
 
-from asyncdist.concurrency.call_site import calling_frame
+from asyncdist.concurrency.trace import calling_frame
 
 __all__ = ["TAGS_KEPT", "OverlapWatch"]
 

@@ -12,8 +12,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from asyncdist.collectives.backend import BackendNames
-from asyncdist.concurrency.shielding import uninterrupted
-from asyncdist.concurrency.tasks import start_task
+from asyncdist.concurrency.tasks import start_task, uninterrupted
 from asyncdist.errors import CollectiveMismatchError, DistError, PeerLostError
 from asyncdist.group.abort_reasons import CONSEQUENCES, abort_cause, aborted_by, explain, first_cause, named
 from asyncdist.group.closed_group import EndedGroup

@@ -14,7 +14,7 @@ from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from asyncdist.concurrency.call_site import calling_frame
+from asyncdist.concurrency.trace import calling_frame
 from asyncdist.transport.protocol.kept_error import anew
 from asyncdist.work import Work
 

@@ -24,7 +24,7 @@ from typing import Any, Final, Literal, overload
 
 import asyncdist_server
 from asyncdist.concurrency.loop import run
-from asyncdist.concurrency.variables import warn_of_misspelt
+from asyncdist.concurrency.trace import warn_of_misspelt
 from asyncdist.errors import LaunchError
 from asyncdist.launch.cause import is_consequence
 from asyncdist.launch.config import DEFAULT_GRACE_S, MAX_PROCESSES_PER_NODE, Endpoint, parse_endpoint

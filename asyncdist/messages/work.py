@@ -11,7 +11,7 @@ import numpy as np
 
 from asyncdist.arrays.host import Array, Flat, decode_meta, describe, encode_meta, human_bytes
 from asyncdist.arrays.objects import GPU_META, OBJECT_META
-from asyncdist.concurrency.group_ids import spell_ranks
+from asyncdist.concurrency.integers import spell_ranks
 from asyncdist.errors import ClosedError, CollectiveMismatchError, CollectiveTimeoutError, DistStoreError, PeerLostError
 from asyncdist.transport.base_mesh import BaseMesh
 from asyncdist.transport.protocol.frame import unpack_key

@@ -8,7 +8,7 @@ import ssl
 from pathlib import Path
 
 import asyncdist_server
-from asyncdist.concurrency.shielding import uninterrupted
+from asyncdist.concurrency.tasks import uninterrupted
 from asyncdist.errors import DistStoreError
 from asyncdist.store.tls_config import TLSConfig
 from asyncdist_server.serving.user_token import default_token

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Final, Literal, Self
 
 from asyncdist.concurrency.deadline import INHERIT, Timeout, timeout_seconds
-from asyncdist.concurrency.slow_notice import telling
+from asyncdist.concurrency.tasks import telling
 from asyncdist.concurrency.trace import warn
 from asyncdist.errors import DistError, LeaseLostError
 from asyncdist.store.arguments import decoded_key, encoded_key

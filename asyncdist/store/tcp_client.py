@@ -13,8 +13,7 @@ from typing import Any, ClassVar, Final, Self
 
 from asyncdist.concurrency.deadline import Deadline, Timeout
 from asyncdist.concurrency.loop import prepare_fork
-from asyncdist.concurrency.shielding import uninterrupted
-from asyncdist.concurrency.slow_notice import telling
+from asyncdist.concurrency.tasks import telling, uninterrupted
 from asyncdist.concurrency.trace import emit, info, tracing, warn
 from asyncdist.errors import ClosedError, ConnectTimeoutError, DistError, DistStoreError
 from asyncdist.store.coordinating_store import CoordinatingStore

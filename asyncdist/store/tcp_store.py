@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Self
 
 from asyncdist.concurrency.deadline import Deadline, Timeout
-from asyncdist.concurrency.shielding import uninterrupted
+from asyncdist.concurrency.tasks import uninterrupted
 from asyncdist.errors import StoreTimeoutError
 from asyncdist.store.base import DEFAULT_STORE_TIMEOUT_S
 from asyncdist.store.credentials import FROM_ENVIRONMENT, GivenTLS, GivenToken, credentials

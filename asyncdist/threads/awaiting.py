@@ -10,7 +10,7 @@ from contextvars import Context
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-from asyncdist.concurrency.shielding import uninterrupted
+from asyncdist.concurrency.tasks import uninterrupted
 from asyncdist.errors import ClosedError
 from asyncdist.threads.thread import CommunicationThread
 

@@ -6,7 +6,7 @@ import _thread
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
-from asyncdist.concurrency.uncaught import shorten_if_uncaught
+from asyncdist.concurrency.trace import shorten_if_uncaught
 from asyncdist.errors import DistError
 
 if TYPE_CHECKING:

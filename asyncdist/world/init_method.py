@@ -23,8 +23,7 @@ from urllib.parse import parse_qsl, urlsplit
 from asyncdist.concurrency import trace as events
 from asyncdist.concurrency.deadline import Deadline
 from asyncdist.concurrency.integers import as_int
-from asyncdist.concurrency.shielding import uninterrupted
-from asyncdist.concurrency.slow_notice import telling
+from asyncdist.concurrency.tasks import telling, uninterrupted
 from asyncdist.errors import ConnectTimeoutError, DistError, DistNetworkError, DistStoreError
 from asyncdist.store import FileStore, Store, TCPStore, TLSConfig
 from asyncdist.store.hosting import host_store

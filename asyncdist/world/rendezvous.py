@@ -36,8 +36,7 @@ import msgpack
 
 from asyncdist.concurrency import trace as events
 from asyncdist.concurrency.deadline import Deadline
-from asyncdist.concurrency.shielding import uninterrupted
-from asyncdist.concurrency.slow_notice import telling
+from asyncdist.concurrency.tasks import telling, uninterrupted
 from asyncdist.errors import ConnectTimeoutError, DistError, DistStoreError, StoreTimeoutError
 from asyncdist.store import Lease, PrefixStore, Store
 from asyncdist.transport.addresses.address import PeerAddress

@@ -17,7 +17,7 @@ import numpy as np
 from asyncdist.arrays.device import DeviceArray, device_flat
 from asyncdist.collectives.arguments.call import NO_BLOCKS, Call
 from asyncdist.collectives.backend import CollectiveWork
-from asyncdist.concurrency.group_ids import derive_group_id
+from asyncdist.concurrency.integers import derive_group_id
 from asyncdist.concurrency.tasks import start_task
 from asyncdist.errors import DistError
 from asyncdist.gpu.host_exchange import HostExchange

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncdist.concurrency.uncaught import shorten_if_uncaught
+from asyncdist.concurrency.trace import shorten_if_uncaught
 from asyncdist.errors import CollectiveTimeoutError, GroupAbortedError, PeerLostError
 
 LAUNCHED = {"TORCHELASTIC_RUN_ID": "job"}

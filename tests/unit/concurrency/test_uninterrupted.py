@@ -8,7 +8,7 @@ import gc
 import pytest
 from socket_world import turns
 
-from asyncdist.concurrency.shielding import uninterrupted
+from asyncdist.concurrency.tasks import uninterrupted
 
 
 async def test_it_gives_what_the_cleaning_gives() -> None:

@@ -9,8 +9,8 @@ from click.testing import CliRunner
 
 import asyncdist as dist
 from asyncdist.cli import main
-from asyncdist.concurrency import variables
-from asyncdist.concurrency.variables import misspelt
+from asyncdist.concurrency import trace as variables
+from asyncdist.concurrency.trace import misspelt
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from asyncdist.concurrency.slow_notice import PATIENCE_S
+from asyncdist.concurrency.tasks import PATIENCE_S
 from asyncdist.errors import StoreTimeoutError
 from asyncdist.store import HashStore
 from asyncdist.testing.loop import VirtualTimeLoop

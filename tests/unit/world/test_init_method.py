@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jobs import free_port
 
-from asyncdist.concurrency import slow_notice as patience
+from asyncdist.concurrency import tasks as patience
 from asyncdist.concurrency.deadline import Deadline
 from asyncdist.errors import ConnectTimeoutError
 from asyncdist.init import init_process_group

@@ -12,7 +12,7 @@ from cancel_sweep import Cut, cancelling_at
 from distant_store import DistantStore
 
 from asyncdist.concurrency.deadline import Deadline
-from asyncdist.concurrency.slow_notice import PATIENCE_S
+from asyncdist.concurrency.tasks import PATIENCE_S
 from asyncdist.errors import ConnectTimeoutError, DistError, DistStoreError
 from asyncdist.store import HashStore, PrefixStore, Store
 from asyncdist.testing.loop import VirtualTimeLoop

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import asyncdist as dist
-from asyncdist.concurrency.group_ids import derive_group_id
+from asyncdist.concurrency.integers import derive_group_id
 from asyncdist.testing import run_world
 from asyncdist.transport.addresses.address import MAX_ADDRESS_BYTES
 from asyncdist.world import world
