@@ -21,13 +21,14 @@ from asyncdist.concurrency.trace import warn_of_misspelt
 from asyncdist.cuda.provider import chosen_device
 from asyncdist.errors import DistError
 from asyncdist.group import default_group as context
+from asyncdist.group.core import GroupCore
 from asyncdist.group.mismatch import parse_check
 from asyncdist.group.process_group import ProcessGroup
 from asyncdist.plan.selection.selector import parse_overrides
 from asyncdist.plan.selection.tuning import Tuning
 from asyncdist.store import PrefixStore, Store, TCPStore
-from asyncdist.threads.opening import open_there
-from asyncdist.threads.stores import StoreOfLoop, store_of_loop
+from asyncdist.threads.core import open_there
+from asyncdist.threads.stores import StoreOfLoop
 from asyncdist.transport.addresses.address import PeerAddress, host_id, local_address
 from asyncdist.transport.base_mesh import BaseMesh
 from asyncdist.transport.config import TransportConfig
@@ -163,7 +164,7 @@ class GroupOpening:
         events.configure_logging()
         if self._progress == "thread":
             if self._store is not None:
-                self._store = store_of_loop(self._store, asyncio.get_running_loop())
+                self._store = StoreOfLoop(self._store, asyncio.get_running_loop())
             return await open_there(self._open_here)
         return await self._open_here()
 
@@ -215,11 +216,12 @@ async def open_world(
     ranks = tuple(range(world.world_size))
     named = parse_backend(backend)
     try:
-        group = ProcessGroup(world, derive_group_id(world.world_id), ranks, timeout_s, name, named, is_world=True)
-        group.bind_device(device)
+        core = GroupCore(world, derive_group_id(world.world_id), ranks, timeout_s, name, named, is_world=True)
+        core.bind_device(device)
     except BaseException:  # a backend of the user's, or none for this device
         await uninterrupted(world.resign())
         raise
+    group = ProcessGroup(core)
     context.register_world(group)
     return group
 

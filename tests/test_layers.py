@@ -35,7 +35,7 @@ REST = "*"
 LAYERS: dict[str, Layers] = {
     "asyncdist": ROOT_LAYERS,
     "asyncdist.gpu": ({REST}, {"nccl", "staged"}, {"ipc"}, {"backend", "pairs"}),
-    "asyncdist.group": ({REST}, {"methods"}, {"issuer", "process_group"}, {"default_group", "non_member"}),
+    "asyncdist.group": ({REST}, {"methods"}, {"core", "process_group"}, {"default_group", "non_member"}),
     "asyncdist.plan": ({REST}, {"cost"}, {"algorithms"}, {"proof"}, {"selection"}, {"simulation"}),
     "asyncdist.transport": (
         {"fork", "keepalive"},

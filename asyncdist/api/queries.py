@@ -62,7 +62,7 @@ def get_backend(group: Group = None) -> str:
 
 def get_backend_config(group: Group = None) -> str:
     """The backend of each device, as `cpu:aio,cuda:nccl`. Raises ValueError if this process is not a member."""
-    return resolve(group)._backends.names.describe()
+    return resolve(group)._core.backend_names.describe()
 
 
 def get_default_backend_for_device(device: object) -> str:

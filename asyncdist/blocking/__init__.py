@@ -23,13 +23,16 @@ from asyncdist.api.groups import SHRINK_ABORT, GroupMember
 from asyncdist.arrays import reduce_op as reduce_op  # `dist.reduce_op.SUM`, as torch's tutorials write it
 from asyncdist.arrays.reduce_op import ReduceOp
 from asyncdist.blocking.data_parallel import DistributedSampler, GradientBuckets
-from asyncdist.blocking.group import ProcessGroup
-from asyncdist.blocking.lifting import asked, collective, completed, issued
-from asyncdist.blocking.p2p_op import P2POp
+from asyncdist.blocking.group import (
+    ProcessGroup,
+    destroy_process_group,
+    get_default_group,
+    init_process_group,
+    is_initialized,
+)
+from asyncdist.blocking.lifting import P2POp, asked, collective, completed, issued
 from asyncdist.blocking.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
-from asyncdist.blocking.stream import ChunkStream
-from asyncdist.blocking.work import Work
-from asyncdist.blocking.world import destroy_process_group, get_default_group, init_process_group, is_initialized
+from asyncdist.blocking.work import ChunkStream, Work
 from asyncdist.collectives.backend import Backend
 from asyncdist.data_parallel import DataPartitioner, Partition, gradients
 from asyncdist.errors import (

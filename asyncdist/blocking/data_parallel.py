@@ -8,10 +8,9 @@ from typing import Any
 from asyncdist.api import queries
 from asyncdist.arrays.host import Array
 from asyncdist.arrays.reduce_op import ReduceOp, ReduceOpLike
-from asyncdist.blocking.group import ProcessGroup, inner_of
+from asyncdist.blocking.group import ProcessGroup, current_session, inner_of
 from asyncdist.blocking.lifting import asked
-from asyncdist.blocking.refuse_loop import refuse_loop
-from asyncdist.blocking.session import current_session
+from asyncdist.blocking.work import refuse_loop
 from asyncdist.concurrency.deadline import INHERIT, Timeout
 from asyncdist.data_parallel.gradient_buckets import GradientBuckets as InnerBuckets
 from asyncdist.data_parallel.gradients import BUCKET_BYTES, list_of
@@ -66,9 +65,8 @@ class GradientBuckets:
             InnerBuckets(parameters, inner_of(group), **options)  # raises, as there is no group
             raise AssertionError("GradientBuckets found a group where there is none")
         self._session = session
-        self._inner: InnerBuckets = session.call(
-            InnerBuckets, (list_of(parameters, "parameters"), inner_of(group)), options
-        )
+        parameters = list_of(parameters, "parameters")
+        self._inner: InnerBuckets = session.call(InnerBuckets, parameters, inner_of(group), **options)
 
     @property
     def gradients(self) -> list[Array]:
@@ -85,11 +83,11 @@ class GradientBuckets:
     def ready(self, index: int, gradient: Any = None) -> None:
         """Gradient number `index` of this step is in `gradients[index]`, or is `gradient` and copied there now."""
         refuse_loop("GradientBuckets.ready")
-        self._session.call(self._inner.ready, (index, gradient), {})
+        self._session.call(self._inner.ready, index, gradient)
 
     def averaged(self, async_op: bool = False) -> Any:
         """End the step: wait until all gradients are averaged and return them; with `async_op=True` return a Work."""
         refuse_loop("GradientBuckets.averaged")
         if async_op:
-            return self._session.call(self._inner.averaged, (), {})
-        return self._session.complete(self._inner.averaged, (), {})
+            return self._session.call(self._inner.averaged)
+        return self._session.complete(self._inner.averaged)

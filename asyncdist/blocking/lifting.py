@@ -7,16 +7,13 @@ import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, ParamSpec, TypeVar
 
-from asyncdist.api import AWAITED, WITHDRAWN
-from asyncdist.api.point_to_point import P2POp
-from asyncdist.blocking.group import ProcessGroup, inner_of
-from asyncdist.blocking.refuse_loop import refuse_loop
-from asyncdist.blocking.session import Session, current_session, session_of
-from asyncdist.blocking.work import Work
+from asyncdist.api import AWAITED, WITHDRAWN, point_to_point
+from asyncdist.blocking.group import ProcessGroup, Session, current_session, inner_of, session_of
+from asyncdist.blocking.work import Work, refuse_loop
 from asyncdist.gpu.streams import carried
 from asyncdist.group.unretrieved import watch
 
-__all__ = ["asked", "collective", "completed", "issued", "original"]
+__all__ = ["P2POp", "asked", "collective", "completed", "issued", "original"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -48,7 +45,8 @@ def asked(function: Callable[P, T]) -> Callable[P, T]:
         session = _session(args, kwargs)
         if session is None:
             return function(*args, **kwargs)
-        answer: T = session.call(function, *_arguments(args, kwargs))
+        args, kwargs = _arguments(args, kwargs)  # type: ignore[assignment] # what stands for them there
+        answer: T = session.call(function, *args, **kwargs)
         return answer
 
     return _marked(lifted, function, "", "")
@@ -118,8 +116,9 @@ def _run(how: Callable[..., Any], function: Callable[..., Any], args: Any, kwarg
     if session is None:
         function(*args, **kwargs)  # raises, as there is no group
         raise AssertionError(f"{function.__name__} found a group where there is none")
-    result = how(session, function, *_arguments(args, kwargs))
-    return watch(result) if session.inner.watches and isinstance(result, Work) else result
+    args, kwargs = _arguments(args, kwargs)
+    result = how(session, function, *args, **kwargs)
+    return watch(result) if session.core.watches and isinstance(result, Work) else result
 
 
 def _session(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Session | None:
@@ -127,7 +126,7 @@ def _session(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Session | None:
     for value in (*args, *kwargs.values()):
         if isinstance(value, ProcessGroup):
             return value._session
-        if isinstance(value, list | tuple) and value and isinstance(value[0], P2POp):
+        if isinstance(value, list | tuple) and value and isinstance(value[0], point_to_point.P2POp):
             return session_of(value[0].group)
     return current_session()
 
@@ -139,3 +138,21 @@ def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any
 def _there(value: Any) -> Any:
     """What stands for an argument in the communication thread."""
     return inner_of(carried(value))
+
+
+class P2POp(point_to_point.P2POp):
+    """One send or receive of a batch: `op` is `asyncdist.blocking.isend` or `irecv`; see `asyncdist.P2POp`."""
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        op: Callable[..., Any],
+        tensor: Any,
+        peer: int | None = None,
+        group: ProcessGroup | None = None,
+        tag: int = 0,
+        group_peer: int | None = None,
+    ) -> None:
+        begin = asked(super().__init__)
+        begin(original(op), tensor, peer, group, tag, group_peer)  # type: ignore[arg-type] # replaced on the way

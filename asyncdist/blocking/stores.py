@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import functools
 import inspect
 import weakref
+from asyncio import _get_running_loop
 from collections.abc import Callable
 from contextvars import Context
 from types import TracebackType
 from typing import Any, Self
 
 from asyncdist import store as stores
-from asyncdist.blocking.refuse_loop import refuse_loop
-from asyncdist.blocking.session import await_there
+from asyncdist.blocking.work import refuse_loop
 from asyncdist.errors import ClosedError
+from asyncdist.threads.bridge import call_forgotten, complete
 from asyncdist.threads.thread import CommunicationThread, acquire, release
 
 __all__ = ["FileStore", "HashStore", "PrefixStore", "Store", "TCPStore", "inner_store"]
+
+
+def _verb(verb: Callable[..., Any]) -> Callable[..., Any]:
+    """The same verb, which waits for its answer."""
+    name = verb.__name__
+
+    @functools.wraps(verb)
+    def waiting(self: Store, *arguments: Any, **options: Any) -> Any:
+        if _get_running_loop() is not None:
+            refuse_loop(f"{type(self).__name__}.{name}")
+        if self._thread is None:
+            raise ClosedError(f"{self!r} is closed")
+        ask = functools.partial(getattr(self._inner, name), *arguments, **options)
+        return complete(self._thread, ask, Context())
+
+    return waiting
 
 
 class Store:
@@ -43,14 +58,14 @@ class Store:
         self._thread: CommunicationThread | None = acquire()
         try:
             self._inner = self._thread.call(lambda: self._kind(*arguments, **options))
-            await_there(self._thread, self._inner.__aenter__, Context(), cancels=True)
+            complete(self._thread, self._inner.__aenter__, Context())
         except BaseException as error:
             if isinstance(error, Exception) or not hasattr(self, "_inner"):
                 release(self._thread)
             else:
-                _forget(self._thread, self._inner)  # Ctrl-C: it may be open already
+                call_forgotten(self._thread, self._inner.close)  # Ctrl-C: it may be open already
             raise
-        self._forgotten = weakref.finalize(self, _forget, self._thread, self._inner)
+        self._forgotten = weakref.finalize(self, call_forgotten, self._thread, self._inner.close)
         self._forgotten.atexit = False
 
     @property
@@ -66,6 +81,23 @@ class Store:
         """True: every store has append, multi_get, multi_set and queues."""
         return self._inner.has_extended_api()
 
+    set = _verb(stores.Store.set)
+    get = _verb(stores.Store.get)
+    add = _verb(stores.Store.add)
+    wait = _verb(stores.Store.wait)
+    check = _verb(stores.Store.check)
+    compare_set = _verb(stores.Store.compare_set)
+    delete_key = _verb(stores.Store.delete_key)
+    append = _verb(stores.Store.append)
+    multi_get = _verb(stores.Store.multi_get)
+    multi_set = _verb(stores.Store.multi_set)
+    num_keys = _verb(stores.Store.num_keys)
+    list_keys = _verb(stores.Store.list_keys)
+    queue_push = _verb(stores.Store.queue_push)
+    queue_pop = _verb(stores.Store.queue_pop)
+    queue_len = _verb(stores.Store.queue_len)
+    barrier = _verb(stores.Store.barrier)
+
     def close(self) -> None:
         """Give up what the store holds. May be called twice."""
         refuse_loop(f"{type(self).__name__}.close")
@@ -73,7 +105,7 @@ class Store:
         if thread is not None:
             self._forgotten.detach()
             try:
-                await_there(thread, self._inner.close, Context())
+                complete(thread, self._inner.close, Context(), cancels=False)
             finally:
                 release(thread)
 
@@ -144,37 +176,6 @@ class PrefixStore(Store):
         return self._uses[0]
 
 
-def _forget(thread: CommunicationThread, inner: stores.Store) -> None:
-    """Close a store that was not, without waiting for anything: the garbage collector calls it, in any thread."""
-
-    async def close() -> None:
-        await inner.close()
-
-    def ended(task: asyncio.Task[None]) -> None:
-        if not task.cancelled():
-            task.exception()
-            release(thread)
-
-    with contextlib.suppress(ClosedError):
-        thread.submit(lambda: thread.start_task(close(), Context(), ended))
-
-
 def inner_store(value: Any) -> Any:
     """The store of the communication thread that `value` stands for, or `value`."""
     return value._inner if isinstance(value, Store) else value
-
-
-def _verb(name: str, like: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(like)
-    def verb(self: Store, *arguments: Any, **options: Any) -> Any:
-        refuse_loop(f"{type(self).__name__}.{name}")
-        if self._thread is None:
-            raise ClosedError(f"{self!r} is closed")
-        ask = functools.partial(getattr(self._inner, name), *arguments, **options)
-        return await_there(self._thread, ask, Context(), cancels=True)
-
-    return verb
-
-
-for _name in sorted(stores.Store.__abstractmethods__ - {"close"} | {"barrier"}):
-    setattr(Store, _name, _verb(_name, inspect.getattr_static(stores.Store, _name)))

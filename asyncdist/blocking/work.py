@@ -1,27 +1,37 @@
-"""Work: the handle of an operation under way, for ordinary threads."""
+"""What ordinary threads hold of an operation under way: its `Work`, or the `ChunkStream` of its chunks."""
 
 from __future__ import annotations
 
 import _thread
-import math
-import threading
-import time
+import asyncio
+import contextlib
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
-from asyncdist.blocking.refuse_loop import refuse_loop
 from asyncdist.concurrency.deadline import timeout_seconds
-from asyncdist.threads.reply import LIVENESS_S
+from asyncdist.errors import ClosedError
+from asyncdist.threads.bridge import ItemsThere
+from asyncdist.threads.thread import Reply
 from asyncdist.transport.protocol.kept_error import anew
 from asyncdist.work import Work as InnerWork
 
 if TYPE_CHECKING:
-    from asyncdist.blocking.session import Session
+    from asyncdist.blocking.group import Session
 
-__all__ = ["Work"]
+__all__ = ["ChunkStream", "Work", "refuse_loop"]
 
 T = TypeVar("T")
+
+
+def refuse_loop(name: str) -> None:
+    """Raise RuntimeError inside a running event loop, which waiting would stop."""
+    if asyncio._get_running_loop() is not None:
+        raise RuntimeError(
+            f"asyncdist.blocking.{name} was called inside a running event loop, which it would stop: "
+            f"use asyncdist.{name} there, and await it"
+        )
 
 
 class Work(Generic[T]):
@@ -31,7 +41,7 @@ class Work(Generic[T]):
     its own type, in each thread that waits; a failure nobody asked about is raised by `destroy_process_group`.
     """
 
-    __slots__ = ("_callbacks", "_done", "_inner", "_issued_at", "_locks", "_mutex", "_session")
+    __slots__ = ("_callbacks", "_done", "_inner", "_issued_at", "_mutex", "_replies", "_session")
 
     _issued_at: tuple[str, int, str | None]
     """See the Work of the asynchronous API."""
@@ -41,7 +51,7 @@ class Work(Generic[T]):
         self._session = session
         self._inner = inner
         self._mutex = _thread.allocate_lock()
-        self._locks: list[Any] = []
+        self._replies: list[Reply[bool]] = []
         self._callbacks: list[Callable[[Work[T]], object]] = []
         self._done = inner._done
         if not self._done:
@@ -60,12 +70,12 @@ class Work(Generic[T]):
         """Called by the operation at its end, in the communication thread."""
         with self._mutex:
             self._done = True
-            locks, self._locks = self._locks, []
+            replies, self._replies = self._replies, []
             callbacks, self._callbacks = self._callbacks, []
-        if locks:
+        if replies:
             self._inner._retrieved = True  # they will be told
-        for lock in locks:
-            lock.release()
+        for reply in replies:
+            reply.set(True)
         for callback in callbacks:
             self._inner._loop.call_soon(self._tell, callback)
 
@@ -82,36 +92,34 @@ class Work(Generic[T]):
         `timeout` (seconds or a timedelta) bounds only the waiting: WaitTimeoutError leaves the operation as it is. So
         does Ctrl-C; but `destroy_process_group` aborts rather than waits for one whose waiting was interrupted.
         """
-        timeout_s = timeout_seconds(timeout, None)
-        try:
-            if not self._wait(timeout_s):
-                raise self._session.thread.call(self._inner.late, timeout_s)
-        except KeyboardInterrupt:
-            self._session.interrupted.add(self._inner)
-            raise
+        timeout_s = None if timeout is None else timeout_seconds(timeout, None)
+        if not self._done:
+            refuse_loop("Work.wait")
+            reply: Reply[bool] = Reply(self._session.thread)
+            try:
+                if not (self._wait_with(reply) or reply.wait(timeout_s) or self._stop_waiting(reply)):
+                    raise self._session.thread.call(self._inner.late, timeout_s)
+            except BaseException as error:
+                self._stop_waiting(reply)
+                if isinstance(error, KeyboardInterrupt):
+                    self._session.interrupted.add(self._inner)
+                raise
         self._outcome()
         return True
 
-    def _wait(self, timeout_s: float | None) -> bool:
-        if not self._done:
-            refuse_loop("Work.wait")
+    def _wait_with(self, reply: Reply[bool]) -> bool:
+        """Have `reply` answered at the end; True if that has come already."""
         with self._mutex:
-            if self._done:
-                return True
-            lock = _thread.allocate_lock()
-            lock.acquire()
-            self._locks.append(lock)
-        end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        try:
-            while not lock.acquire(timeout=min(LIVENESS_S, max(0.0, end_s - time.monotonic()))):
-                if time.monotonic() >= end_s:
-                    break
-                self._session.thread.check()
-        finally:
-            with self._mutex:
-                if not self._done:  # who waits no more will not be told
-                    self._locks.remove(lock)
-        return self._done
+            if not self._done:
+                self._replies.append(reply)
+            return self._done
+
+    def _stop_waiting(self, reply: Reply[bool]) -> bool:
+        """Nobody waits for `reply`, and nobody will be told; True if the end has come."""
+        with self._mutex:
+            if reply in self._replies:
+                self._replies.remove(reply)
+            return self._done
 
     def _outcome(self) -> T:
         error = self._inner._error
@@ -173,11 +181,58 @@ class Work(Generic[T]):
         inner = self._inner
         if not self._done and inner.on_device is not None:
             refuse_loop("Work.wait_stream")
-            queued = threading.Event()
-            self._session.thread.call(inner.on_device.when_queued, queued.set)
-            while not (queued.wait(LIVENESS_S / 100) or self._done):
-                self._session.thread.check()
+            reply: Reply[bool] = Reply(self._session.thread)
+            if not self._wait_with(reply):
+                try:
+                    self._session.thread.call(inner.on_device.when_queued, lambda: self._queued(reply))
+                    reply.wait()
+                finally:
+                    self._stop_waiting(reply)
         inner.wait_stream(stream)
+
+    def _queued(self, reply: Reply[bool]) -> None:
+        """In the communication thread: the operation is on the GPU's queues."""
+        with self._mutex:
+            if reply in self._replies:  # else its end was sooner
+                self._replies.remove(reply)
+                reply.set(True)
 
     def __repr__(self) -> str:
         return repr(self._inner)
+
+
+class ChunkStream(ItemsThere[Any]):
+    """A collective under way, to be iterated over once: `for chunk in stream`. See `asyncdist.ChunkStream`.
+
+    `work` is the operation's `Work`. Ctrl-C ends only the waiting for a chunk: none is lost.
+    """
+
+    _bridge: Session
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        """The next chunk; raises what ended the operation."""
+        if not self._arrived:
+            refuse_loop("ChunkStream")
+            try:
+                self._bridge.complete(self._next)
+            except StopAsyncIteration:
+                raise StopIteration from None
+        return self._arrived.popleft()
+
+    def close(self) -> None:
+        """Take no more chunks: the rest comes in the background, until `work` is done."""
+        refuse_loop("ChunkStream.close")
+        self._arrived.clear()
+        with contextlib.suppress(ClosedError):  # its world was closed before, and with it the stream
+            self._bridge.complete(self._close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

@@ -33,7 +33,7 @@ def resolve(group: Group) -> ProcessGroup:
     """Return the group a call acts on. Raises ValueError where there is none, TypeError for anything else."""
     if group is None:
         group = _current.get()
-        return default_group() if group is None or group.closed else group
+        return default_group() if group is None or group._core.closed else group
     if isinstance(group, NonMember):
         group.refuse()
     if not isinstance(group, ProcessGroup):
@@ -55,14 +55,14 @@ def _worlds_here() -> list[ProcessGroup]:
         loop = asyncio.get_running_loop()
     except RuntimeError:
         return []
-    alive = [group for group in _open.get(loop, ()) if not group.closed]
+    alive = [group for group in _open.get(loop, ()) if not group._core.closed]
     return sorted(alive, key=lambda group: group.name)
 
 
 def current_world() -> ProcessGroup | None:
     """The context's own world group, if it is open."""
     group = _current.get()
-    return None if group is None or group.closed else group
+    return None if group is None or group._core.closed else group
 
 
 def has_default_group() -> bool:
@@ -76,7 +76,7 @@ def default_group() -> ProcessGroup:
     Raises ValueError if there is none, or several to choose from; RuntimeError if it was made on another event loop.
     """
     group = _current.get()
-    if group is not None and not group.closed:
+    if group is not None and not group._core.closed:
         return group
     alive = _worlds_here()
     if len(alive) == 1:
@@ -86,7 +86,7 @@ def default_group() -> ProcessGroup:
         raise ValueError(f"several worlds are open on this event loop ({names}) and this context has none: pass group=")
     for loop, worlds in list(_open.items()):
         for world in list(worlds):
-            if not world.closed:
+            if not world._core.closed:
                 raise RuntimeError(
                     f"group {world.name}: called from another event loop than the group was made on, or from a thread "
                     f"without one. It was made in thread {_threads[loop]!r}: call it there, as "

@@ -1,22 +1,43 @@
-"""StoreOfLoop: a store that belongs to one event loop, used from the communication thread's."""
+"""StoreOfLoop: a store that belongs to one event loop, used from the communication thread's.
+
+A verb runs on the loop where the store was opened; while that loop is blocked, none is answered.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
 from asyncdist.errors import ClosedError
 from asyncdist.store import Lease, Store, Watch, WatchEvent
 
-__all__ = ["StoreOfLoop", "store_of_loop"]
+__all__ = ["StoreOfLoop"]
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
+def _verb(verb: Callable[Concatenate[Any, P], Awaitable[T]]) -> Callable[Concatenate[Any, P], Awaitable[T]]:
+    """The same verb of a store of another loop."""
+    name = verb.__name__
+
+    @functools.wraps(verb, updated=())  # else it would be abstract, too
+    def there(self: Any, *arguments: P.args, **options: P.kwargs) -> Awaitable[T]:
+        async def ask() -> T:
+            asked: Awaitable[T] = getattr(self.underlying_store, name)(*arguments, **options)
+            return await asked
+
+        answer: Awaitable[T] = self.run_there(ask())
+        return answer
+
+    return cast(Callable[Concatenate[Any, P], Awaitable[T]], there)
+
+
 class StoreOfLoop(Store):
-    """Every verb runs on `loop`, where `store` was opened; while that loop is blocked, none is answered."""
+    """`store`, which belongs to `loop`, for another loop."""
 
     def __init__(self, store: Store, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(store.timeout)
@@ -31,25 +52,36 @@ class StoreOfLoop(Store):
         super().set_timeout(timeout)
         self.underlying_store.set_timeout(timeout)
 
-    async def lease(self, ttl: Any = 10.0, *, bound: bool = False) -> Lease:
-        return _LeaseOfLoop(await self._there("lease", ttl, bound=bound), self.loop)
+    get = _verb(Store.get)
+    add = _verb(Store.add)
+    wait = _verb(Store.wait)
+    check = _verb(Store.check)
+    compare_set = _verb(Store.compare_set)
+    delete_key = _verb(Store.delete_key)
+    append = _verb(Store.append)
+    multi_get = _verb(Store.multi_get)
+    multi_set = _verb(Store.multi_set)
+    num_keys = _verb(Store.num_keys)
+    list_keys = _verb(Store.list_keys)
+    queue_push = _verb(Store.queue_push)
+    queue_pop = _verb(Store.queue_pop)
+    queue_len = _verb(Store.queue_len)
+    close = _verb(Store.close)
+    _set = _verb(Store.set)
+    _hold = _verb(Store.hold)
+    _lease = _verb(Store.lease)
 
     def set(self, key: str, value: str | bytes, *, lease: Lease | None = None) -> Awaitable[None]:
-        if lease is None:
-            return self._there("set", key, value)
-        return self._there("set", key, value, lease=_inner(lease))
+        return self._set(key, value) if lease is None else self._set(key, value, lease=_inner(lease))
 
     def hold(self, prefix: str, lease: Lease, *, linger: Any = 0.0) -> Awaitable[None]:
-        return self._there("hold", prefix, _inner(lease), linger=linger)
+        return self._hold(prefix, _inner(lease), linger=linger)
+
+    async def lease(self, ttl: Any = 10.0, *, bound: bool = False) -> Lease:
+        return cast(Lease, LeaseOfLoop(await self._lease(ttl, bound=bound), self.loop))
 
     def watch(self, prefix: str = "", from_revision: int | None = None) -> Watch:
-        return _WatchOfLoop(self, prefix, from_revision)
-
-    def _there(self, name: str, *arguments: Any, **options: Any) -> Awaitable[Any]:
-        async def there() -> Any:
-            return await getattr(self.underlying_store, name)(*arguments, **options)
-
-        return self.run_there(there())
+        return cast(Watch, WatchOfLoop(self, prefix, from_revision))
 
     def run_there(self, coroutine: Coroutine[Any, Any, T]) -> Awaitable[T]:
         """Run `coroutine` on the store's loop."""
@@ -61,39 +93,41 @@ class StoreOfLoop(Store):
         return asyncio.wrap_future(future)
 
 
-class _LeaseOfLoop(Lease):
-    """What a rendezvous uses of a lease, from another loop than that of its store."""
+class LeaseOfLoop:
+    """What a rendezvous uses of a lease."""
 
     def __init__(self, inner: Lease, loop: asyncio.AbstractEventLoop) -> None:
-        # Not Lease's own: the store knows `inner`.
         self.inner = inner
         self._loop = loop
 
     @property
     def lost(self) -> bool:
+        """See `Lease`."""
         return self.inner.lost
 
     def abandon(self) -> None:
+        """See `Lease`."""
         with contextlib.suppress(RuntimeError):  # the loop is closed, and the store with it
             self._loop.call_soon_threadsafe(self.inner.abandon)
 
 
-def _inner(lease: Lease) -> Lease:
-    return lease.inner if isinstance(lease, _LeaseOfLoop) else lease
+def _inner(lease: Lease | LeaseOfLoop) -> Lease:
+    return lease.inner if isinstance(lease, LeaseOfLoop) else lease
 
 
-class _WatchOfLoop(Watch):
-    """A watch of a store of another loop. It begins when it is entered."""
+class WatchOfLoop:
+    """What a rendezvous uses of a watch. It begins when it is entered."""
 
     def __init__(self, store: StoreOfLoop, prefix: str, from_revision: int | None) -> None:
-        # Not Watch's own: the store asks for the inner one.
         self._store = store
         self._begin_at = prefix, from_revision
         self._strip = 0
         self._inner: Watch | None = None
 
-    def __repr__(self) -> str:
-        return f"<Watch of {self._begin_at[0]!r} from another loop>"
+    def strip(self, count: int) -> Self:
+        """See `Watch`."""
+        self._strip += count
+        return self
 
     async def __aenter__(self) -> Self:
         async def there() -> None:
@@ -103,34 +137,18 @@ class _WatchOfLoop(Watch):
         await self._store.run_there(there())
         return self
 
+    async def __aexit__(self, *_: object) -> None:
+        if self._inner is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and the store with it
+                self._store.loop.call_soon_threadsafe(self._inner.close_with, StopAsyncIteration)
+
+    def __aiter__(self) -> Self:
+        return self
+
     async def __anext__(self) -> WatchEvent:
         assert self._inner is not None, "it is entered first"
         return await self._store.run_there(_next(self._inner))
 
-    def close_with(self, error: Callable[[], Exception]) -> None:
-        if self._inner is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed, and the store with it
-                self._store.loop.call_soon_threadsafe(self._inner.close_with, error)
-
 
 async def _next(watch: Watch) -> WatchEvent:
     return await anext(watch)
-
-
-def _verb(name: str) -> Callable[..., Awaitable[Any]]:
-    def verb(self: StoreOfLoop, *arguments: Any, **options: Any) -> Awaitable[Any]:
-        return self._there(name, *arguments, **options)
-
-    verb.__name__ = name
-    verb.__doc__ = "See Store."
-    return verb
-
-
-for _name in Store.__abstractmethods__ - vars(StoreOfLoop).keys():
-    setattr(StoreOfLoop, _name, _verb(_name))
-StoreOfLoop.__abstractmethods__ = frozenset()
-
-
-def store_of_loop(store: Store, loop: asyncio.AbstractEventLoop) -> Store:
-    """Return `store`, which belongs to `loop`, for use from another thread."""
-    return StoreOfLoop(store, loop)  # type: ignore[abstract] # its verbs are made above

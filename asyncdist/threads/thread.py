@@ -3,27 +3,33 @@
 It is started when the first world needs it and ends with the last one. It owns an event loop; everything that concerns
 a world of the thread happens there, in the order in which `submit` and `call` were called. It never waits for another
 thread, so that any thread may wait for it.
+
+A thread without an event loop waits in `Reply.wait` and nowhere else: a thread that is to make the progress itself, as
+ranks of MPI do, takes the loop over there.
 """
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import atexit
 import concurrent.futures.thread  # noqa: F401 - what it does at the program's end must come after what we do then
 import contextlib
+import math
 import os
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import Context
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from asyncdist.concurrency.loop import loop_factory
-from asyncdist.errors import ClosedError
-from asyncdist.threads.reply import Reply
+from asyncdist.concurrency.trace import shorten_if_uncaught
+from asyncdist.errors import ClosedError, DistError
 
-__all__ = ["CommunicationThread", "acquire", "release"]
+__all__ = ["CommunicationThread", "Reply", "acquire", "release"]
 
 T = TypeVar("T")
 
@@ -31,6 +37,8 @@ SWITCH_INTERVAL_S: Final = 1e-4
 """The interpreter's switch interval while the thread runs. It is how long Python code beside it may keep the GIL, which
 the thread needs again after every read of 64 KiB; with the default of 5 ms receiving is forty times slower beside a
 loop of pure Python."""
+LIVENESS_S: Final = 1.0
+"""How often a thread that waits makes sure that there still is somebody to wait for."""
 STOP_S: Final = 5.0
 """How long the end of the thread is waited for: nothing is left to do then but to cancel what was forgotten."""
 EXIT_CLOSE_S: Final = 10.0
@@ -169,6 +177,53 @@ class CommunicationThread:
         await self.loop.shutdown_asyncgens()
         with contextlib.suppress(RuntimeError):  # Python 3.12.0 to 3.12.2 start no thread at the end of a program
             await self.loop.shutdown_default_executor()
+
+
+class Reply(Generic[T]):
+    """A result or an exception to come, for one thread. Two context switches, and nothing else, on top."""
+
+    __slots__ = ("_error", "_lock", "_result", "_thread")
+
+    def __init__(self, thread: CommunicationThread) -> None:
+        self._thread = thread
+        self._lock = _thread.allocate_lock()
+        self._lock.acquire()
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    def run(self, function: Callable[..., T], arguments: tuple[Any, ...] = ()) -> None:
+        """Answer with what `function(*arguments)` returns or raises; called by the communication thread."""
+        try:
+            self._result = function(*arguments)
+        except BaseException as error:
+            self._error = error
+        self._lock.release()
+
+    def set(self, result: T | None = None, error: BaseException | None = None) -> None:
+        """Answer; called by the communication thread, at most once."""
+        self._result = result
+        self._error = error
+        self._lock.release()
+
+    def wait(self, timeout_s: float | None = None) -> T:
+        """Wait for the answer; raises what the answer is. None if it does not come in time. Ctrl-C interrupts.
+
+        Raises ClosedError when no answer can come.
+        """
+        end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while not self._lock.acquire(timeout=min(LIVENESS_S, max(0.0, end_s - time.monotonic()))):
+            if time.monotonic() >= end_s:
+                return None  # type: ignore[return-value]
+            self._thread.check()
+        if self._error is not None:
+            if isinstance(self._error, DistError):
+                self._error.__traceback__ = None  # raised on purpose: nobody asks where in the other thread
+                shorten_if_uncaught(self._error)
+            try:
+                raise self._error
+            finally:
+                self._error = None  # it refers to this frame, and so to us
+        return self._result  # type: ignore[no-any-return]
 
 
 _lock = threading.Lock()

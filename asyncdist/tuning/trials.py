@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from asyncdist.collectives.host.backend import AioBackend
+from asyncdist.group.core import core_of
 from asyncdist.group.process_group import ProcessGroup
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.selection.prediction import Prediction
@@ -106,7 +107,7 @@ async def _try_all(
 
 def host_backend(group: ProcessGroup) -> AioBackend:
     """Return what carries out the group's collectives on host arrays. Raises TypeError for other backends."""
-    backend = group._backend
+    backend = core_of(group)._backend
     if not isinstance(backend, AioBackend):
         raise TypeError(f"{group!r} is measured on the aio backend only")
     return backend

@@ -17,7 +17,8 @@ async def differ(here, there):
             await group.broadcast(np.zeros(there, "i8"), 1)
         else:
             await group.all_reduce(np.zeros(here, "f4"))
-        while group._aborted is None and time.monotonic() - start < LIMIT_S:  # whose part was done is told as well
+        # A rank whose part was done is told as well.
+        while group._core._aborted is None and time.monotonic() - start < LIMIT_S:
             await asyncio.sleep(0.01)
         await group.barrier()
     except dist.CollectiveError as error:

@@ -35,7 +35,8 @@ async def test_a_later_deadline_does_not_wait_for_an_earlier_one_that_is_due_at_
         works = []
         for array in arrays:
             works += [group.all_reduce(array, timeout=60), other.all_reduce(array.copy(), timeout=60)]
-            group._deadlines._restart(asyncio.get_running_loop().time())  # as a check does that finds one due next
+            # As a check does that finds one due next.
+            group._core._deadlines._restart(asyncio.get_running_loop().time())
         for work in works:
             await work
 

@@ -116,8 +116,8 @@ async def test_a_closing_that_the_end_of_the_loop_cancels_ends_what_is_under_way
         works = [group.all_reduce(np.ones(3)), group.isend(np.ones(1_000_000), 1), other.barrier(tag=1)]
         closing = asyncio.create_task(group.close())
         await turns(5)
-        assert group._closing is not None
-        group._closing.cancel()
+        assert group._core._closing is not None
+        group._core._closing.cancel()
         await asyncio.gather(closing, return_exceptions=True)
         async with asyncio.timeout(CLOSED_S):
             for work in works:

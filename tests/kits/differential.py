@@ -13,6 +13,7 @@ import numpy as np
 
 from asyncdist import ProcessGroup as Group
 from asyncdist import ReduceOp as Op
+from asyncdist.group.core import core_of
 from asyncdist.plan.problem import COLLECTIVES
 
 DTYPES = [
@@ -211,7 +212,7 @@ RUNS: dict[str, Callable[[Group, Case], Awaitable[None]]] = {
 
 def choose(group: Group, collective: str, algorithm: str, ranks_per_host: int) -> None:
     """Have `group` use an algorithm, as ASYNCDIST_ALGO does on hosts of so many ranks."""
-    backend: Any = group._backend
+    backend: Any = core_of(group)._backend
     backend._overrides[collective] = algorithm
     backend._tuning = replace(backend._tuning, ranks_per_host=ranks_per_host)
 

@@ -6,10 +6,11 @@ from group_kit import Group
 
 from asyncdist.collectives.host.backend import AioBackend
 from asyncdist.collectives.shared.runner import SharedLane
+from asyncdist.group.core import core_of
 
 
 def lane_of(group: Group, tag: int = 0) -> SharedLane | None:
     """What carries the operations of `tag`; None where it is messages."""
-    backend = group._backend
+    backend = core_of(group)._backend
     assert isinstance(backend, AioBackend)
     return None if backend._lanes is None else backend._lanes.lane(tag)

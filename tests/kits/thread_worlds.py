@@ -15,14 +15,14 @@ from jobs import free_port
 from socket_world import LIMIT_S
 
 import asyncdist as dist
-from asyncdist.threads.group import ThreadedGroup
+from asyncdist.threads.core import ThreadCore
 
 
 async def run_ranks(size: int, main: Callable[..., Awaitable[Any]], **options: Any) -> list[Any]:
     """Run `main(group)` on `size` ranks whose messages the communication thread carries."""
 
     async def checked(group: Any) -> Any:
-        assert isinstance(group, ThreadedGroup)
+        assert isinstance(group._core, ThreadCore)
         return await main(group)
 
     return await socket_world.run_ranks(size, checked, progress="thread", **options)

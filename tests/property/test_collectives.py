@@ -134,7 +134,7 @@ def test_uneven_reduce_scatter(size: int, data: st.DataObject, seed: int | None)
 @pytest.mark.parametrize("algorithm", algorithms("all_reduce"))
 def test_random_floats_are_bit_identical_on_all_ranks(algorithm: str) -> None:
     async def main(group: dist.ProcessGroup) -> bytes:
-        group._backend._overrides["all_reduce"] = algorithm  # type: ignore[attr-defined]
+        group._core._backend._overrides["all_reduce"] = algorithm  # type: ignore[attr-defined]
         x = np.random.default_rng(group.rank).standard_normal(10_007).astype(np.float32)
         await group.all_reduce(x)
         return x.tobytes()

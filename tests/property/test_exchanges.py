@@ -33,7 +33,7 @@ def values(dtype: np.dtype[Any], shape: Any, *seed: int) -> np.ndarray:
 
 
 def choose(group: dist.ProcessGroup, data: dict[str, str]) -> None:
-    group._backend._overrides.update(data)  # type: ignore[attr-defined]
+    group._core._backend._overrides.update(data)  # type: ignore[attr-defined]
 
 
 @st.composite

@@ -10,8 +10,8 @@ import numpy as np
 from sim_programs import Scenario, Track
 
 import asyncdist as dist
+from asyncdist.group.core import CLOSE_SENDS_S, core_of
 from asyncdist.group.deadlines import PROBE_S
-from asyncdist.group.process_group import CLOSE_SENDS_S
 from asyncdist.testing import VirtualTimeLoop
 from asyncdist.testing.world import SimulatedWorld
 from asyncdist.transport.protocol.frame import CHANNELS, CREDIT_BYTES
@@ -208,8 +208,8 @@ class Judge:
         if self.group.world.pool.lent:
             problem(f"rank {self.rank}: {self.group.world.pool.lent} scratch buffers are lost")
         for group in self.groups:
-            if isinstance(group, dist.ProcessGroup) and (group._works or group.pairs._works):
-                problem(f"rank {self.rank}: works are kept: {group._works} {group.pairs._works}")
+            if isinstance(group, dist.ProcessGroup) and ((core := core_of(group))._works or core.pairs._works):
+                problem(f"rank {self.rank}: works are kept: {core._works} {core.pairs._works}")
         if mesh._any_source.table.entries or mesh._any_source._parked or mesh._any_source._stalled:
             problem(f"rank {self.rank}: receives from any source are kept")
         for other, peer in mesh._peers.items():

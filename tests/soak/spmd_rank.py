@@ -27,6 +27,7 @@ from spmd_program import Program, Track, program
 from spmd_track import GIVEN_UP, ON_PURPOSE, Fault, TrackRun, WrongError
 
 import asyncdist as dist
+from asyncdist.group.core import core_of
 
 LONG_S = 120.0
 LEFT_BEHIND_S = 3.0
@@ -171,7 +172,7 @@ class Rank:
         begun_s = time.monotonic()
         failed = self.fault.struck.is_set() and (last or self.fault.kind == "kill")
         if failed:
-            for one in [group, *group._inner()]:
+            for one in [core_of(group), *core_of(group).inner()]:
                 if self.fault.culprit in one.ranks:
                     one.abort(GIVEN_UP)
         try:

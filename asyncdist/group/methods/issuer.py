@@ -10,16 +10,107 @@ the group is aborted on every rank, naming the ranks that were missing. Cancelli
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
+from asyncdist.arrays.host import Array
 from asyncdist.collectives.arguments import call
+from asyncdist.collectives.arguments.stream import StreamCall
+from asyncdist.collectives.backend import BackendNames
 from asyncdist.concurrency.deadline import Timeout
 from asyncdist.concurrency.integers import as_int
 from asyncdist.group.point_to_point import Pairs, check_tag
 from asyncdist.work import Work
+from asyncdist.world.world import World
 
-__all__ = ["Issuer", "check_rank", "rank_number"]
+if TYPE_CHECKING:
+    from asyncdist.group.methods.streams import ChunkStream
+
+__all__ = ["Core", "Issue", "Issuer", "check_rank", "rank_number"]
+
+
+class Issue(Protocol):
+    """Issues a collective; `prepare(*arguments)` checks and binds them."""
+
+    def __call__(
+        self, operation: str, tag: int, timeout: Timeout, prepare: Callable[..., call.Call], /, *arguments: Any
+    ) -> Work[Any]:
+        """Return its Work."""
+
+
+class Core(Protocol):
+    """What a group needs of its core: `GroupCore` in its own event loop, `ThreadCore` in the communication thread."""
+
+    face: Any
+    world: World
+    group_id: int
+    ranks: tuple[int, ...]
+    size: int
+    rank: int
+    name: str
+    timeout_s: float | None
+    backend_names: BackendNames
+    is_world: bool
+    pairs: Pairs
+    watches: bool
+    """Whether to warn of Works that nobody asks about."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether the group is closed."""
+
+    def where(self, operation: str, sequence: int | None = None) -> str:
+        """The beginning of every message."""
+
+    def check_usable(self, operation: str) -> None:
+        """Raise unless the group is open and this is its event loop."""
+
+    def issue(
+        self, operation: str, tag: int, timeout: Timeout, prepare: Callable[..., call.Call], /, *arguments: Any
+    ) -> Work[Any]:
+        """See `Issue`."""
+
+    def stream(
+        self,
+        operation: str,
+        tag: int,
+        timeout: Timeout,
+        make: Callable[..., StreamCall],
+        sources: Sequence[int],
+        *arguments: Any,
+    ) -> ChunkStream:
+        """Issue a collective whose chunks are handed over one by one, as they come."""
+
+    def refuse(self, operation: str, tag: int, error: Exception) -> None:
+        """See `Issuer.refuse`."""
+
+    def shared_array(self, extents: tuple[int, ...], dtype: np.dtype[Any]) -> Array | None:
+        """An array in memory that the other ranks of this host can read; None where there is none."""
+
+    def bind_device(self, device: int | None) -> None:
+        """See `ProcessGroup.bind_device`."""
+
+    def subgroup(
+        self,
+        ranks: Sequence[int],
+        timeout_s: float | None,
+        name: str | None,
+        backend_names: BackendNames | None,
+        *,
+        members_only: bool,
+    ) -> Core | None:
+        """See `ProcessGroup.make_subgroup`."""
+
+    def abort(self, reason: str = "") -> None:
+        """See `ProcessGroup.abort`."""
+
+    def leave_with(self, error: BaseException) -> None:
+        """The block of the group ends with `error`: abort the groups whose members do not hear of it otherwise."""
+
+    async def close(self) -> None:
+        """See `ProcessGroup.close`."""
 
 
 class Issuer:
@@ -28,15 +119,12 @@ class Issuer:
     rank: int
     size: int
     pairs: Pairs
-
-    def _collective(
-        self, operation: str, tag: int, timeout: Timeout, prepare: Callable[..., call.Call], *arguments: Any
-    ) -> Work[Any]:
-        raise NotImplementedError
+    _core: Core
+    _collective: Issue
 
     def refuse(self, operation: str, tag: int, error: Exception) -> None:
         """A collective's arguments are wrong: it takes its place in the order, and the others are told."""
-        raise NotImplementedError
+        self._core.refuse(operation, tag, error)
 
     def _root(self, operation: str, root: int, tag: int) -> int:
         try:

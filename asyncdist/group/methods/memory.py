@@ -30,13 +30,12 @@ class Memory(Issuer):
         Where memory is not shared (another transport or system, ASYNCDIST_EMPTY_BYTES reached) it is just that. Local:
         the other ranks need not call it. Raises TypeError and ValueError as numpy does.
         """
-        self.check_usable("empty")
+        self._core.check_usable("empty")
         made = np.empty(0, dtype).dtype
         extents = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
-        memory = self.pairs.mesh.memory
         shared = None
-        if memory is not None and not made.hasobject and all(extent > 0 for extent in extents):
-            shared = memory.arrays.empty(extents, made)
+        if not made.hasobject and all(extent > 0 for extent in extents):
+            shared = self._core.shared_array(extents, made)
         if shared is None:
             events.info("an array of shape %s and dtype %s is not in shared memory", extents, made)
             return np.empty(extents, made)
@@ -47,7 +46,3 @@ class Memory(Issuer):
         array = self.empty(shape, dtype)
         array[...] = 0
         return array
-
-    def check_usable(self, operation: str) -> None:
-        """Raise unless the group is open and this is its event loop."""
-        raise NotImplementedError

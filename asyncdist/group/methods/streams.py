@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
 from asyncdist.arrays.host import Array
 from asyncdist.collectives.arguments import stream as call_stream
-from asyncdist.collectives.arguments.stream import Progress, StreamCall
+from asyncdist.collectives.arguments.stream import StreamCall
 from asyncdist.concurrency.deadline import INHERIT, Timeout
 from asyncdist.group.methods.issuer import Issuer
 from asyncdist.work import Work
@@ -51,7 +51,7 @@ class ChunkStream:
     def __init__(self, work: Work[Any], call: StreamCall, sources: Sequence[int]) -> None:
         assert call.progress is not None
         self.work = work
-        self._progress: Progress = call.progress
+        self._progress = call.progress
         self._call = call
         self._sources = sources
         self._pending: deque[StreamChunk] = deque()
@@ -133,7 +133,7 @@ class Streams(Issuer):
         root = self._root("broadcast_stream", root, tag)
         sources = [self.ranks[root] if in_global_ranks else root]
         arguments = (tensor, root, chunk_bytes)
-        return self._stream("broadcast_stream", tag, timeout, call_stream.broadcast_stream, sources, *arguments)
+        return self._core.stream("broadcast_stream", tag, timeout, call_stream.broadcast_stream, sources, *arguments)
 
     def all_gather_stream(
         self,
@@ -153,22 +153,4 @@ class Streams(Issuer):
         """
         sources = self.ranks if in_global_ranks else range(self.size)
         arguments = (output, input, chunk_bytes)
-        return self._stream("all_gather_stream", tag, timeout, call_stream.all_gather_stream, sources, *arguments)
-
-    def _stream(
-        self,
-        operation: str,
-        tag: int,
-        timeout: Timeout,
-        make: Callable[..., StreamCall],
-        sources: Sequence[int],
-        *arguments: Any,
-    ) -> ChunkStream:
-        made: list[StreamCall] = []
-
-        def prepare() -> StreamCall:
-            made.append(make(*arguments, self.rank, self.size, Progress()))
-            return made[0]
-
-        work = self._collective(operation, tag, timeout, prepare)
-        return ChunkStream(work, made[0], sources)
+        return self._core.stream("all_gather_stream", tag, timeout, call_stream.all_gather_stream, sources, *arguments)

@@ -255,7 +255,7 @@ def test_abort_while_communicators_open() -> None:
             at.group.abort("enough")
             error = await failure_of(work)
         else:
-            await eventually(lambda: at.group._aborted is not None)
+            await eventually(lambda: at.group._core._aborted is not None)
             error = await failure_of(async_call(lambda: dist.all_reduce(at.zeros(2), group=at.group)))
         assert isinstance(error, GroupAbortedError)
         assert "enough" in str(error)

@@ -73,7 +73,7 @@ async def main():
     async with await dist.init_process_group(timeout=60) as group:
         await group.barrier()
         data = np.full(8 << 20, 7.0 * (1 - group.rank))
-        print("reads" if group._backend.lane_memory(0).single_copy else "copies", flush=True)
+        print("reads" if group._core._backend.lane_memory(0).single_copy else "copies", flush=True)
         if group.rank:
             while not os.path.exists({name}):
                 time.sleep(0.01)

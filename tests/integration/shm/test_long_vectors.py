@@ -60,7 +60,7 @@ async def main():
             await dist.all_to_all_single(into, filled(count))
             own = slice(rank * part, (rank + 1) * part)
             assert (into == np.concatenate([data(count, who)[own] for who in range(world)])).all()
-        recipes = group._backend._recipes.values()
+        recipes = group._core._backend._recipes.values()
         print(sum(isinstance(recipe.program.plan.steps, RepeatedSteps) for recipe in recipes))
 dist.run(main())
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import inspect
 import queue
@@ -12,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from contextvars import Context
 from typing import Any
 
 import numpy as np
@@ -22,8 +24,9 @@ from thread_worlds import nothing_left
 
 import asyncdist
 import asyncdist.blocking as dist
-import asyncdist.group.process_group
-from asyncdist.blocking.session import _Completion
+import asyncdist.group.core
+from asyncdist.threads.bridge import Call
+from asyncdist.threads.thread import Reply
 
 
 @pytest.fixture(autouse=True)
@@ -393,10 +396,12 @@ def test_an_interrupted_send_is_withdrawn(alone: dist.ProcessGroup) -> None:
 def test_an_interrupted_recv_gives_back_a_message_that_came_at_that_moment(alone: dist.ProcessGroup) -> None:
     x = np.zeros(2)
     session = alone._session
-    call = _Completion(session, lambda: session.inner.pairs.receive(x, 0, 0, None, abandon=True))
+    receive = functools.partial(session.core.pairs.receive, abandon=True)
+    reply: Reply[int] = Reply(session.thread)
+    call = Call(session.thread, reply, Context(), receive, (x, 0, 0, None))
     session.thread.call(call.begin)
     dist.send(np.ones(2), 0)
-    call.reply.wait()  # the message is here, but the one who waited is told of Ctrl-C instead
+    reply.wait()  # the message is here, but the one who waited is told of Ctrl-C instead
     session.thread.call(call.give_up)
     second = np.zeros(2)
     assert dist.recv(second, 0, timeout=LIMIT_S) == 0
@@ -448,7 +453,7 @@ def test_what_was_interrupted_keeps_its_arrays_until_its_end_only(alone: dist.Pr
 
 
 def test_leaving_that_was_interrupted_ends_by_itself(alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asyncdist.group.process_group, "CLOSE_SENDS_S", 0.3)
+    monkeypatch.setattr(asyncdist.group.core, "CLOSE_SENDS_S", 0.3)
     dist.isend(np.zeros(1_000_000), 0)
     timer = interrupt_soon()
     with pytest.raises(KeyboardInterrupt):
@@ -536,9 +541,9 @@ def test_a_stream_becomes_an_iterator(alone: dist.ProcessGroup) -> None:
         for number in range(3):
             yield await asyncio.sleep(0, number)
 
-    stream = alone._session.call(chunks, (), {})
+    stream = alone._session.call(chunks)
     assert list(stream) == [0, 1, 2]
-    stream = alone._session.call(chunks, (), {})
+    stream = alone._session.call(chunks)
     assert next(stream) == 0
     stream.close()
     assert list(stream) == []

@@ -203,7 +203,7 @@ def test_more_collectives_of_a_tag_than_32_bits_count() -> None:
     """Of two that are 2^32 apart the first has long ended; refusals and time-outs name them by their whole number."""
 
     async def main(group: Group) -> None:
-        group._sequences[0] = 2**32 - 3
+        group._core._sequences[0] = 2**32 - 3
         for _ in range(3):
             for size in (1, 100_000):
                 x = np.full(size, group.rank + 1.0)

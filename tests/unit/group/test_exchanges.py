@@ -56,7 +56,7 @@ def test_all_to_all_single_with_splits_of_rows(size: int) -> None:
 def test_all_to_all_single_shares_evenly(size: int, algorithm: str | None) -> None:
     async def main(group: Group) -> None:
         if algorithm is not None:
-            group._backend._overrides["all_to_all"] = algorithm  # type: ignore[attr-defined]
+            group._core._backend._overrides["all_to_all"] = algorithm  # type: ignore[attr-defined]
         for rows in (1, 3, 0, 20_000 // size):
             x = np.arange(size * rows * 2).reshape(-1, 2) + group.rank * 1_000_000
             output = np.zeros_like(x)
@@ -173,7 +173,7 @@ def test_lengths_that_disagree_name_the_rank_that_sends(sent: int, expected: int
     """Also where one of the two is nothing at all, and where the messages are pulled."""
 
     async def main(group: Group) -> BaseException | None:
-        group._backend._overrides["all_to_all_uneven"] = algorithm  # type: ignore[attr-defined]
+        group._core._backend._overrides["all_to_all_uneven"] = algorithm  # type: ignore[attr-defined]
         sizes = [[1, 1, 1], [1, 1, sent], [1, 1, 1]]
         inputs = [np.zeros(n, np.uint8) for n in sizes[group.rank]]
         outputs = [np.zeros(row[group.rank], np.uint8) for row in sizes]
@@ -253,7 +253,7 @@ def test_gather_and_scatter_of_different_sizes_to_and_from_every_root(size: int)
 def test_all_gather_of_different_sizes(algorithm: str | None) -> None:
     async def main(group: Group) -> None:
         if algorithm is not None:
-            group._backend._overrides["all_gather"] = algorithm  # type: ignore[attr-defined]
+            group._core._backend._overrides["all_gather"] = algorithm  # type: ignore[attr-defined]
         for step in (0, 1, 20_000):
             shapes = [((rank * step) % 70_001, 2) for rank in range(group.size)]
             mine = np.full(shapes[group.rank], float(group.rank))
@@ -274,7 +274,7 @@ def test_varying_splits_share_what_is_prepared() -> None:
             output = np.zeros(sum(received))
             await group.all_to_all_single(output, np.full(sum(sent), float(group.rank)), received, sent)
             assert output.tolist() == [float(source) for source in range(3) for _ in range(received[source])]
-        assert len(group._backend._recipes) == 1  # type: ignore[attr-defined]
+        assert len(group._core._backend._recipes) == 1  # type: ignore[attr-defined]
 
     run_world(3, main)
 

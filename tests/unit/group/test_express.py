@@ -37,7 +37,7 @@ LENGTHS = (1, EXPRESS_BYTES // 24, EXPRESS_BYTES // 24 + 1, LARGEST // 24)
 
 def express(group: Group, collective: str) -> list[bool]:
     """Of all kinds of one collective so far, in order: whether they went by records."""
-    backend = group._backend
+    backend = group._core._backend
     assert isinstance(backend, AioBackend)
     recipes = [recipe for (key, lane), recipe in backend._recipes.items() if key[0] == collective and lane.nbytes]
     return [recipe.express is not None for recipe in recipes]
@@ -189,7 +189,7 @@ async def test_vectors_are_reduced_in_parts_of_which_each_rank_has_one(world: in
         for number, work in enumerate(works):
             wanted = sum(of_rank(rank, length, number) for rank in range(group.size))
             assert (await work == wanted).all()
-        kinds = [recipe.express for recipe in group._backend._recipes.values() if recipe.express is not None]  # type: ignore[attr-defined]
+        kinds = [recipe.express for recipe in group._core._backend._recipes.values() if recipe.express is not None]  # type: ignore[attr-defined]
         assert any(kind.folds for kind in kinds)
 
     await run_ranks(world, main)

@@ -18,7 +18,7 @@ async def total(group: Group, tag: int = 0) -> None:
 async def test_tags_that_are_used_once_cost_no_memory_and_no_agreement() -> None:
     async def main(group: Group) -> None:
         await total(group)
-        lanes = group._backend._lanes  # type: ignore[attr-defined]
+        lanes = group._core._backend._lanes  # type: ignore[attr-defined]
         for tag in range(1, 30):
             await total(group, tag=tag)
         assert list(lanes._tags) == [0]

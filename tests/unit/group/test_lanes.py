@@ -250,7 +250,7 @@ async def test_memory_that_says_what_cannot_be_loses_its_rank() -> None:
             lane.core._own_words[0] = 1 << 40
             for ringer in lane._others:
                 ringer.ring()
-            await eventually(lambda: group._aborted)
+            await eventually(lambda: group._core._aborted)
             return
         works = [group.all_reduce(np.zeros(3)), group.all_reduce(np.zeros(100_000))]
         errors = [await outcome(work) for work in works]
@@ -297,7 +297,7 @@ async def test_what_ranks_agree_by_chooses_for_nobody_else(monkeypatch: pytest.M
             own, everyone = np.zeros(count, np.uint64), np.zeros(3 * count, np.uint64)
             await group.all_gather_into_tensor(everyone, own)
             key = call.all_gather_into_tensor(everyone, own, group.size).recipe_key
-            numbers.append(group._backend.algorithm_of(key))
+            numbers.append(group._core._backend.algorithm_of(key))
         return numbers
 
     assert await run_ranks(3, main) == [["ring"] * 3] * 3

@@ -91,7 +91,7 @@ def test_who_issued_but_is_not_connected_is_not_missing(
     monkeypatch.setattr(expiry, "MAX_PROBE_DIALS", dials)
 
     async def main(group: Group) -> tuple[int, ...]:
-        group._backend._overrides["all_reduce"] = "ring"  # type: ignore[attr-defined]
+        group._core._backend._overrides["all_reduce"] = "ring"  # type: ignore[attr-defined]
         if group.rank == 3:
             await asyncio.sleep(7)
         with pytest.raises(dist.CollectiveError, match=r"all_reduce #0:? timed out on rank 0") as expired:
@@ -107,10 +107,10 @@ def test_who_issued_but_is_not_connected_is_not_missing(
 
 def test_who_issued_and_closed_the_group_is_not_missing() -> None:
     async def main(group: Group) -> None:
-        group._backend._overrides["broadcast"] = "chain"  # type: ignore[attr-defined]
+        group._core._backend._overrides["broadcast"] = "chain"  # type: ignore[attr-defined]
         sub = dist.new_group([0, 1, 2])
         assert isinstance(sub, Group)
-        sub._backend._overrides["broadcast"] = "chain"  # type: ignore[attr-defined]
+        sub._core._backend._overrides["broadcast"] = "chain"  # type: ignore[attr-defined]
         if group.rank == 0:
             await sub.broadcast(np.zeros(3), 0)
             await sub.close()
@@ -136,7 +136,7 @@ def test_an_expired_collective_says_why_ranks_are_missing() -> None:
         if group.rank == 1:
             await sub.close()
         elif group.rank == 4:
-            sub.control = lambda *_: None  # type: ignore[method-assign]  # as a loop that does not run
+            sub._core.control = lambda *_: None  # type: ignore[method-assign]  # as a loop that does not run
         elif group.rank == 0:
             with pytest.raises(dist.CollectiveTimeoutError) as expired:
                 await sub.barrier(timeout=ASK_S / 2)  # else who has closed the group is named at once
@@ -177,7 +177,7 @@ def test_a_rank_that_fails_is_named_to_the_others_with_its_failure() -> None:
 
     async def main(group: Group) -> None:
         function = spoiled if group.rank == 0 else np.add
-        group._backend._overrides["all_reduce"] = "linear"  # type: ignore[attr-defined]  # where rank 0 reduces for all
+        group._core._backend._overrides["all_reduce"] = "linear"  # type: ignore[attr-defined]  # where rank 0 reduces for all
         op = dist.ReduceOp.custom(function, name="sum")
         with pytest.raises(dist.DistError) as failed:
             await group.all_reduce(np.ones(4), op)
@@ -335,7 +335,7 @@ def test_an_operation_that_cannot_start_is_told_to_the_others() -> None:
     async def main(group: Group) -> None:
         x = np.ones(200_000)
         if group.rank == 1:
-            backend: Any = group._backend
+            backend: Any = group._core._backend
             backend.pool = ShortPool(group, 0)
             with pytest.raises(MemoryError):
                 group.reduce(x, 0)
@@ -353,7 +353,7 @@ def test_an_operation_that_fails_on_the_way_ends_the_group_and_no_connection() -
     async def main(group: Group) -> None:
         await group.barrier()
         if group.rank == 1:
-            backend: Any = group._backend
+            backend: Any = group._core._backend
             backend.pool = ShortPool(group, 1)
         with pytest.raises(dist.DistError, match="no scratch") as failed:
             await group.all_reduce(np.zeros(3_000_000))
@@ -374,7 +374,7 @@ def test_a_rank_that_leaves_ends_the_collectives_of_those_not_connected_to_it() 
     """In a ring of six, ranks 0, 1 and 5 have nothing to do with rank 3, and its neighbors can only fail."""
 
     async def main(group: Group) -> None:
-        group._backend._overrides["all_reduce"] = "ring"  # type: ignore[attr-defined]
+        group._core._backend._overrides["all_reduce"] = "ring"  # type: ignore[attr-defined]
         x = np.zeros(60_000)
         await group.all_reduce(x)
         if group.rank == 3:
@@ -453,7 +453,7 @@ def test_an_abort_reaches_those_who_connect_later() -> None:
     """In a ring of six, rank 0 gives up before anybody is connected; only 1 and 5 are ever connected to it."""
 
     async def main(group: Group) -> None:
-        group._backend._overrides["all_reduce"] = "ring"  # type: ignore[attr-defined]
+        group._core._backend._overrides["all_reduce"] = "ring"  # type: ignore[attr-defined]
         x = np.zeros(60_000)
         if group.rank == 0:
             group.abort("no more")

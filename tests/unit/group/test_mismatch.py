@@ -37,7 +37,7 @@ def differ(calls: Calls, seed: int | None = None, full: bool = False) -> list[Ba
     """What each rank gets when it makes the call of its number; a rank whose call ends well makes a barrier then."""
 
     async def main(group: Group) -> BaseException:
-        group._mismatches.check_fully(full)
+        group._core._mismatches.check_fully(full)
         try:
             found = await outcome(calls[group.rank](group))
             if not isinstance(found, BaseException):
@@ -178,7 +178,7 @@ def test_who_asks_a_side_that_leaves_is_told_as_it_leaves() -> None:
     async def main(group: Group) -> tuple[float, str]:
         if group.rank == 0:
             await group.broadcast(np.zeros(4), 0)
-            group._mismatches.heard = lambda *_: None  # type: ignore[method-assign]  # it leaves before it answers
+            group._core._mismatches.heard = lambda *_: None  # type: ignore[method-assign]  # it leaves before it answers
             await asyncio.sleep(0.2)
             return 0.0, ""
         error = await outcome(group.broadcast(np.zeros(5), 0))
@@ -203,12 +203,12 @@ def test_so_many_letters_of_last_words_are_kept_and_no_more(letter: str, past: i
             function.__name__ = function.__qualname__ = letter * (WORD_CHARS - begin + past)
             for _ in range(LAST_WORDS):
                 await group.reduce(np.ones(1), 1, dist.ReduceOp.custom(function))
-            assert {terms[-6:] for terms, _ in group._mismatches.last_words().values()} == {
+            assert {terms[-6:] for terms, _ in group._core._mismatches.last_words().values()} == {
                 "root 1" if not past else " root "
             }
             return 0
         await asyncio.sleep(1)
-        return len(group._mismatches._last_words[0])
+        return len(group._core._mismatches._last_words[0])
 
     assert run_world(2, main) == [0, LAST_WORDS]
 
@@ -281,14 +281,14 @@ def test_messages_that_come_early_and_are_received_are_no_evidence() -> None:
             if group.rank == 0:
                 await asyncio.sleep(0.1)
             await group.gather(np.ones(3), [np.zeros(3)] * 3 if group.rank == number % 3 else None, number % 3)
-        assert all(issued >= group._sequences[0] for _, issued in group._early)
+        assert all(issued >= group._core._sequences[0] for _, issued in group._core._early)
         if group.rank == 0:
             with pytest.raises(TypeError):
                 group.all_reduce(None)
         else:
             assert isinstance(await outcome(group.all_reduce(np.ones(3))), dist.CollectiveMismatchError)
         total = await group.all_reduce(np.ones(1))
-        assert all(issued >= group._sequences[0] for _, issued in group._early)
+        assert all(issued >= group._core._sequences[0] for _, issued in group._core._early)
         return int(total[0])
 
     assert run_world(3, main) == [3, 3, 3]
@@ -332,10 +332,10 @@ def test_so_many_operations_are_remembered_of_which_messages_came_early(past: in
 
 def test_the_error_does_not_wait_for_a_side_that_is_stuck() -> None:
     async def main(group: Group) -> Any:
-        group._mismatches.check_fully(False)
+        group._core._mismatches.check_fully(False)
         if group.rank == 0:
             await group.broadcast(np.zeros(3), 0)
-            group.control = lambda *_: None  # type: ignore[method-assign]  # as a loop that does not run
+            group._core.control = lambda *_: None  # type: ignore[method-assign]  # as a loop that does not run
             await asyncio.sleep(2)
             return None
         loop = asyncio.get_running_loop()
@@ -370,7 +370,7 @@ def test_what_is_pending_ends_with_the_group() -> None:
     async def main(group: Group) -> BaseException | None:
         if group.rank == 0:
             await group.broadcast(np.zeros(3), 0)
-            group._mismatches.heard = lambda *_: None  # type: ignore[method-assign]
+            group._core._mismatches.heard = lambda *_: None  # type: ignore[method-assign]
             await asyncio.sleep(0.2)
             group.abort("enough")
             await asyncio.sleep(1)
@@ -408,7 +408,7 @@ def test_ranks_other_than_the_first_are_compared_through_it() -> None:
 
 def test_equal_programs_pass_the_full_check() -> None:
     async def main(group: Group) -> None:
-        group._mismatches.check_fully(True)
+        group._core._mismatches.check_fully(True)
         own, whole = np.full(2, group.rank), np.zeros(6, int)
         for _ in range(3):
             if group.rank:
@@ -417,10 +417,10 @@ def test_equal_programs_pass_the_full_check() -> None:
                 await group.all_gather([whole[:2], whole[2:4], whole[4:]], own)
             await group.all_reduce(np.ones(3), dist.ReduceOp.PREMUL_SUM(group.rank))
             await group.gather(own, [np.zeros(2, int)] * 3 if group.rank == 1 else None, 1)
-            await group.barrier(tag=group._sequences[0])
+            await group.barrier(tag=group._core._sequences[0])
         subgroup = dist.new_group([2, 0], sort_ranks=False)
         if not isinstance(subgroup, dist.NonMember):
-            subgroup._mismatches.check_fully(True)
+            subgroup._core._mismatches.check_fully(True)
             await subgroup.all_reduce(np.ones(2))
         await group.barrier()
 
@@ -434,7 +434,7 @@ def test_so_many_reports_are_kept_and_no_more(past: int, monkeypatch: pytest.Mon
     assert REPORTS_KEPT > 4
 
     async def main(group: Group) -> bool:
-        group._mismatches.check_fully(True)
+        group._core._mismatches.check_fully(True)
         last = 3 + past
         if group.rank == 1:
             for number in range(last + 1):
@@ -444,7 +444,7 @@ def test_so_many_reports_are_kept_and_no_more(past: int, monkeypatch: pytest.Mon
             for _ in range(last + 1):
                 await group.broadcast(np.zeros(0), 0)
         await asyncio.sleep(1)
-        return group._aborted is None
+        return group._core._aborted is None
 
     assert run_world(2, main) == [bool(past)] * 2
 

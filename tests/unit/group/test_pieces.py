@@ -85,7 +85,7 @@ async def exchanged(group: Group, lengths: list[list[int]], make: Callable[..., 
 
 
 def algorithm_of(group: Group, collective: str) -> str:
-    backend = group._backend
+    backend = group._core._backend
     assert isinstance(backend, AioBackend)
     return next(recipe.program.plan.algorithm for (key, _), recipe in backend._recipes.items() if key[0] == collective)
 

@@ -36,7 +36,7 @@ def composed(ranks: Any, length: int) -> np.ndarray:
 
 def use(group: Group, collective: str, algorithm: str | None) -> None:
     if algorithm is not None:
-        group._backend._overrides[collective] = algorithm  # type: ignore[attr-defined]
+        group._core._backend._overrides[collective] = algorithm  # type: ignore[attr-defined]
 
 
 def test_the_operation_of_these_tests_does_not_commute() -> None:
@@ -137,7 +137,7 @@ def test_a_function_that_does_not_commute_is_applied_in_rank_order(collective: s
             else:
                 await group.exscan(x, AFFINE)
                 assert np.array_equal(x, composed(range(rank), length) if rank else maps(0, length))
-        recipes = group._backend._recipes.values()  # type: ignore[attr-defined]
+        recipes = group._core._backend._recipes.values()  # type: ignore[attr-defined]
         assert {recipe.program.plan.algorithm for recipe in recipes} <= set(ordered_algorithms(collective))
 
     for size in (2, 5):

@@ -294,7 +294,7 @@ async def test_a_time_out_names_who_is_missing() -> None:
     async def main(group: Group) -> None:
         await group.barrier()
         if group.rank == 2:
-            await eventually(lambda: group._aborted)
+            await eventually(lambda: group._core._aborted)
             return
         error = await outcome(group.all_to_all([np.zeros(1)] * 3, [np.zeros(1)] * 3, timeout=0.05))
         assert isinstance(error, dist.CollectiveTimeoutError)
@@ -337,7 +337,7 @@ async def test_what_goes_so_is_said_by_the_plan() -> None:
         exchange = Exchange(group, [[1] * 3] * 3, 1)
         for work in exchange.issue():
             await work
-        backend = group._backend
+        backend = group._core._backend
         assert isinstance(backend, AioBackend)
         kinds = {key[0]: recipe.express for (key, _), recipe in backend._recipes.items() if key[0] in COLLECTIVES}
         rank = group.rank

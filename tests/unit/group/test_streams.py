@@ -27,7 +27,7 @@ async def consume(stream: dist.ChunkStream) -> list[dist.StreamChunk]:
 
 
 def chunks_under_way(group: Group) -> int:
-    return len(group._backend.running[0, 0]._under_way)  # type: ignore[attr-defined]
+    return len(group._core._backend.running[0, 0]._under_way)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 9])

@@ -91,7 +91,7 @@ def test_groups_plan_for_the_hosts_of_their_ranks():
     async def main(group):
         group.world.tuning = Tuning(ASYNCIO, 2)
         pairs = group.make_subgroup([0, 1], None, "pair"), group.make_subgroup([1, 2], None, "across")
-        found = [one._backend._tuning.ranks_per_host for one in pairs if one is not None]
+        found = [one._core._backend._tuning.ranks_per_host for one in pairs if one is not None]
         await group.barrier()
         return found
 

@@ -18,17 +18,18 @@ from socket_world import LIMIT_S, turns
 from thread_worlds import another_rank, nothing_left, run_ranks, wait_without_loop
 
 import asyncdist as dist
+from asyncdist.group.methods import Operations
+from asyncdist.group.methods.issuer import Core
 from asyncdist.group.process_group import ProcessGroup
 from asyncdist.testing import run_world
-from asyncdist.threads import group as module
-from asyncdist.threads.group import ThreadedGroup
+from asyncdist.threads.core import ThreadCore, ThreadPairs
 
 
 async def test_operations_and_groups_as_ever() -> None:
     async def main(group: Any) -> None:
         assert isinstance(group, ProcessGroup)
         assert dist.get_default_group() is group
-        assert "progress thread" in repr(group)
+        assert "communication thread" in repr(group)
         assert (group.rank, dist.get_world_size(), dist.get_backend()) == (group.rank, 3, "aio")
         x = np.full(100_000, group.rank + 1.0)
         work = dist.all_reduce(x)
@@ -40,7 +41,7 @@ async def test_operations_and_groups_as_ever() -> None:
         if group.rank == 1:
             assert isinstance(sub, dist.NonMember)
             return
-        assert isinstance(sub, ThreadedGroup)
+        assert isinstance(sub._core, ThreadCore)
         right = 2 - group.rank
         sent = dist.isend(np.arange(3), right, sub, 7)
         received = dist.recv_array(None, sub, 7)
@@ -123,7 +124,7 @@ async def test_ends_come_in_batches() -> None:
         wakes = []
         loop = asyncio.get_running_loop()
         plain = loop.call_soon_threadsafe
-        courier = group._courier
+        courier = group._core.bridge.courier
 
         class Counting:
             def call_soon_threadsafe(self, callback: Any, *arguments: Any) -> Any:
@@ -235,7 +236,7 @@ async def test_aborts_and_timeouts_name_who_is_missing() -> None:
                 group.barrier()
         else:
             pending = group.irecv(np.zeros(1), 1)
-            while group._inner_group._aborted is None:  # noqa: ASYNC110 - it changes in the thread
+            while group._core.inner_core._aborted is None:  # noqa: ASYNC110 - it changes in the thread
                 await asyncio.sleep(0.001)
             with pytest.raises(dist.GroupAbortedError, match="timed out"):
                 group.barrier()
@@ -388,7 +389,7 @@ async def test_overlapping_collectives_of_two_tasks_warn() -> None:
             await release.wait()
             await work
 
-        group._communication.submit(threading.Event().wait, 0.05)  # nothing ends meanwhile
+        group._core.bridge.thread.submit(threading.Event().wait, 0.05)  # nothing ends meanwhile
         first = asyncio.create_task(issue())
         await asyncio.sleep(0)
         with pytest.warns(RuntimeWarning, match="overlaps a collective"):
@@ -551,22 +552,33 @@ def test_a_wrong_progress_is_refused_at_the_call() -> None:
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, progress="fast")  # type: ignore[arg-type]
 
 
-def test_what_runs_in_the_callers_thread_only_issues() -> None:
-    issued: list[str] = []
+def test_operations_ask_their_group_for_nothing_but_its_core() -> None:
+    """What they do besides runs in the caller's thread, also where the core is in the communication thread."""
+    asked: list[str] = []
 
-    class Issuing(*module.ISSUED_HERE):  # type: ignore[misc]
-        """Has what ThreadedGroup has itself, and nothing else of a group."""
+    class Asked:
+        """Has what `Core` says, and nothing else of a group."""
 
-        rank, size = 0, 2
+        name, rank, size, ranks, group_id, timeout_s, is_world, world = "name", 0, 2, (0, 1), 1, None, True, World()
+        pairs, group_rank = property(lambda self: self), None
 
-        def _collective(self, operation: str, *arguments: Any) -> None:
-            issued.append(operation)
+        def __getattr__(self, name: str) -> Any:
+            assert name in dir(Core) or name in dir(ThreadPairs)
+            return lambda *arguments, **options: asked.append(name)
 
-    group = Issuing()
-    operations = dict(each for kind in module.ISSUED_HERE for each in vars(kind).items() if callable(each[1]))
-    for method in operations.values():
-        given = [each for each in inspect.signature(method).parameters.values() if each.default is each.empty]
-        method(group, *[0] * (len(given) - 1))
-    assert len(issued) == len(operations)
-    assert not set(vars(ThreadedGroup)) & set(operations)
-    assert set(vars(ThreadedGroup)) >= {"isend", "recv_array", "all_gather_object", "broadcast_stream", "make_subgroup"}
+    group = ProcessGroup(Asked())  # type: ignore[arg-type]
+    operations = dict(
+        each for kind in Operations.__bases__ for each in vars(kind).items() if inspect.isfunction(each[1])
+    )
+    public = [name for name in operations if not name.startswith("_") and name not in ("refuse", "zeros")]
+    for name in public:
+        given = [one for one in inspect.signature(operations[name]).parameters.values() if one.default is one.empty]
+        getattr(group, name)(*[1] * (len(given) - 1))
+    assert len(public) > 40
+    assert len([name for name in asked if name != "check_usable"]) == len(public)
+
+
+class World:
+    """What operations ask a world."""
+
+    allow_pickle = False

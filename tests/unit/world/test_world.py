@@ -203,7 +203,7 @@ def test_reports_leave_room_for_other_news_of_a_group_that_comes_later(past: int
         if group.rank == 1:
             early = dist.new_group()
             assert isinstance(early, dist.ProcessGroup)
-            early._mismatches.check_fully(True)
+            early._core._mismatches.check_fully(True)
             for _ in range(world.EARLY_MESSAGES // 2 + past):
                 await early.broadcast(np.zeros(0), 0)
             early.abort("before you knew it")

@@ -1,6 +1,7 @@
-"""GroupCore: some ranks of a world, what they issue in which order, and what becomes of an operation that fails.
+"""GroupCore: some ranks of a world, what they issue in which order, what fails of it, and the end of the group.
 
 It owns everything that is issued: the order (sequence numbers per tag), the deadlines, and the handles under way.
+Users hold a `ProcessGroup`, whose methods call it.
 """
 
 from __future__ import annotations
@@ -9,39 +10,57 @@ import asyncio
 from asyncio import current_task
 from collections.abc import Callable, Collection, Sequence
 from threading import get_ident
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
+from asyncdist.arrays.host import Array
 from asyncdist.collectives.arguments.call import Call
-from asyncdist.collectives.backend import Backend, BackendNames, CollectiveWork, WorkKey
+from asyncdist.collectives.arguments.stream import Progress, StreamCall
+from asyncdist.collectives.backend import BackendNames, CollectiveWork, WorkKey
 from asyncdist.collectives.shared.operation import different
 from asyncdist.concurrency.deadline import INHERIT, Timeout, timeout_seconds
 from asyncdist.concurrency.integers import SubgroupNames
-from asyncdist.errors import (
-    ClosedError,
-    CollectiveMismatchError,
-    DistStoreError,
-    GroupAbortedError,
-    PeerLostError,
+from asyncdist.concurrency.tasks import start_task, uninterrupted
+from asyncdist.errors import ClosedError, CollectiveMismatchError, DistStoreError, GroupAbortedError, PeerLostError
+from asyncdist.group.abort_reasons import (
+    CONSEQUENCES,
+    FAILED,
+    abort_cause,
+    aborted_by,
+    explain,
+    failed_on,
+    first_cause,
+    kind_of,
+    named,
 )
-from asyncdist.group.abort_reasons import FAILED, explain, failed_on, kind_of
 from asyncdist.group.backends import GroupBackends
+from asyncdist.group.closed_group import EndedGroup
 from asyncdist.group.deadlines import NOT_HEARD_FROM, Deadlines, timeout_error
 from asyncdist.group.membership import CreationOrder
-from asyncdist.group.methods import Operations
-from asyncdist.group.methods.issuer import check_rank, rank_number
+from asyncdist.group.methods.streams import ChunkStream
 from asyncdist.group.mismatch import MismatchFinder, StrayMessages
 from asyncdist.group.overlap_warning import OverlapWatch
 from asyncdist.group.point_to_point import Pairs, check_tag
 from asyncdist.group.rejected_calls import RejectedCalls
 from asyncdist.group.unretrieved import UnretrievedErrors, watch, watches
-from asyncdist.work import Work
+from asyncdist.work import Work, until_ended
 from asyncdist.world.world import CLOSED, NOT_MADE, World
 
-__all__ = ["GroupCore"]
+if TYPE_CHECKING:
+    from asyncdist.group.process_group import ProcessGroup
+
+__all__ = ["CLOSE_SENDS_S", "GroupCore", "core_of"]
+
+CLOSE_SENDS_S: Final = 30.0
+"""How long a closing group waits for sends nobody receives; collectives have deadlines of their own."""
 
 
-class GroupCore(Operations):
-    """See the module; `ProcessGroup` is what users have."""
+class GroupCore:
+    """See the module. It is called from the thread of its event loop only."""
+
+    face: ProcessGroup
+    """The group as users hold it: they may keep it nowhere, while the world's sockets keep this object."""
 
     def __init__(
         self,
@@ -58,17 +77,17 @@ class GroupCore(Operations):
     ) -> None:
         """`parent` are id and name of the group that this one is made of."""
         self.world = world
-        self._is_world = is_world
+        self.is_world = is_world
         self.group_id = group_id
         self.ranks = ranks
         self.size = len(ranks)
         self.rank = ranks.index(world.rank)
-        self._group_rank = {rank: index for index, rank in enumerate(ranks)}
         self.name = name
         self.timeout_s = timeout_s
         self._loop = world.loop
         self._thread = get_ident()
         self._backends = GroupBackends(world, group_id, ranks, backend_names, self)
+        self.backend_names = self._backends.names
         self._backend = self._backends.host  # asked without a detour: small operations count nanoseconds
         self.pairs = Pairs(world, group_id, ranks, self, self._backends.gpu_pairs, parent and parent[0])
         self._overlap = OverlapWatch(self, world.loop)
@@ -110,20 +129,6 @@ class GroupCore(Operations):
         state = "closed" if self.closed else "aborted" if self._aborted is not None else "open"
         return f"<ProcessGroup {self.name} rank {self.rank} of {self.size} backend {self._backends.describe()} {state}>"
 
-    @property
-    def backend_name(self) -> Backend:
-        """Name of the backend that carries out collectives on host arrays, or on GPU arrays if on those alone."""
-        return self._backends.names.main
-
-    def group_rank_of(self, rank: int, name: str = "rank") -> int:
-        """The group rank of global rank `rank`. Raises ValueError if it is not a member, TypeError if it is no int."""
-        if self._is_world:
-            return check_rank(rank, self.size, name)
-        rank = rank_number(rank, name)
-        if rank not in self._group_rank:
-            raise ValueError(f"{name}={rank} is not in group {self.name}: its global ranks are {list(self.ranks)}")
-        return self._group_rank[rank]
-
     # Issuing.
 
     def check_usable(self, operation: str) -> None:
@@ -157,9 +162,10 @@ class GroupCore(Operations):
         self._abort_by_mismatch(error)
         self.pairs.abort(error)
 
-    def _collective(
+    def issue(
         self, operation: str, tag: int, timeout: Timeout, prepare: Callable[..., Call], *arguments: Any
     ) -> CollectiveWork:
+        """Issue a collective: `prepare(*arguments)` checks and binds them."""
         # Small operations count nanoseconds, and a call costs fifty of them: what rarely holds is looked at here.
         if not self.usable or get_ident() != self._thread or not self._loop.is_running():
             self.check_usable(operation)
@@ -208,7 +214,7 @@ class GroupCore(Operations):
             return lambda *arguments, **options: watch(issue(*arguments, **options))
 
         messages = "send", "send_objects", "receive", "receive_array", "receive_objects"
-        for owner, name in (self, "_collective"), *((self.pairs, name) for name in messages):
+        for owner, name in (self, "issue"), *((self.pairs, name) for name in messages):
             setattr(owner, name, watched(getattr(owner, name)))
 
     def refuse(self, operation: str, tag: int, error: Exception) -> None:
@@ -350,25 +356,243 @@ class GroupCore(Operations):
         error = timeout_error(work, self.world.rank, missing)
         self._abort(error, "timeout", str(error), missing=error.missing)
 
-    # What ProcessGroup adds.
+    # News from the world.
 
     def peer_lost(self, rank: int, error: PeerLostError) -> None:
-        """A member is gone."""
-        raise NotImplementedError
+        """A member is gone: collectives fail and the group is aborted; point-to-point between survivors goes on."""
+        self.pairs.peer_lost(rank, error)
+        self._abort(error, "lost", str(error), rank)
 
     def peer_left(self) -> None:
-        """A member has left."""
-        raise NotImplementedError
+        """A member has left: of those that a message may come from any, it might have been the last."""
+        self.pairs.fail_vain_receives()
 
     def control(self, sender: int, message: list[Any]) -> None:
-        """A control message of another member."""
-        raise NotImplementedError
+        """A control message of another member: its kind, this group's id, and what `world` checks of that kind."""
+        match message:
+            case ["abort", _, kind, text, rank, missing]:
+                cause = abort_cause(kind, text, rank, missing, self.world.rank)
+                if isinstance(cause, PeerLostError) and not cause.left:
+                    self.world.lost_elsewhere(cause.rank, cause)  # concerns all groups of that rank
+                self._abort(cause, kind, text, rank, missing)
+            case ["refused", _, *refusal]:
+                self._rejected.heard(*refusal)
+            case ["probe", _, tag, sequence]:
+                self._askers[sender] = tag
+                self._mismatches.tell(sender, tag, sequence)
+                self._deadlines.tell(sender, tag, sequence, self._sequences.get(tag, 0) > sequence)
+            case ["status", _, tag, sequence, state]:
+                if not self._deadlines.answered(sender, tag, sequence, state):
+                    self._heard_late(sender, tag, sequence, state)
+            case ["mismatch", _, *difference]:
+                self._mismatches.heard(sender, *difference)
+            case ["ran", _, words]:
+                self._mismatches.heard_last(sender, words)
+            case ["check", _, *report]:
+                self._mismatches.reported(sender, *report)
+            case ["made", _, *made]:
+                self._order.heard(sender, *made)
+            case ["closed", _, *closing]:
+                self._heard_closed(sender, *closing)
+
+    def bind_device(self, device: int | None) -> None:
+        """Open communicators for arrays on that GPU at once, if all ranks do; None does nothing."""
+        self._backends.bind(device)
+
+    def stream(
+        self,
+        operation: str,
+        tag: int,
+        timeout: Timeout,
+        make: Callable[..., StreamCall],
+        sources: Sequence[int],
+        *arguments: Any,
+    ) -> ChunkStream:
+        """Issue a collective whose chunks are handed over one by one, as they come."""
+        made: list[StreamCall] = []
+
+        def prepare() -> StreamCall:
+            made.append(make(*arguments, self.rank, self.size, Progress()))
+            return made[0]
+
+        work = self.issue(operation, tag, timeout, prepare)
+        return ChunkStream(work, made[0], sources)
+
+    def shared_array(self, extents: tuple[int, ...], dtype: np.dtype[Any]) -> Array | None:
+        """An array in memory that the other ranks of this host can read; None where there is none."""
+        memory = self.world.mesh.memory
+        return None if memory is None else memory.arrays.empty(extents, dtype)
+
+    # The end.
 
     def abort(self, reason: str = "") -> None:
-        """Give up now."""
-        raise NotImplementedError
+        """Give up now: every operation under way raises `GroupAbortedError` here and on all connected members.
+
+        Later calls raise it too. Returns at once; arrays of operations under way are free when it returns.
+        """
+        self.world.check_thread(self.where("abort"))
+        text = reason or "abort() was called"
+        self._abort(aborted_by(self.world.rank, text), "abort", text, self.world.rank)
 
     def _abort(
         self, error: BaseException, kind: str, text: str, rank: int | None = None, missing: Sequence[int] = ()
     ) -> None:
-        raise NotImplementedError
+        first = self._aborted is None
+        also_pairs = kind == "abort" and not self.pairs.aborted  # even where collectives have ended already
+        if self.closed or self.world.forked or not (first or also_pairs):
+            return
+        self._aborted = error if first else self._aborted
+        self._verdict.set()
+        self.usable = False
+        # Before messages under way are broken off: who receives those is to know the reason by then.
+        self.world.tell_aborted(self.ranks, ["abort", self.group_id, kind, text, rank, list(missing)])
+        if first:
+            self._deadlines.stop()
+            self._strays.stop()
+            differences = self._mismatches.stop(told=isinstance(error, CollectiveMismatchError))
+            self._backends.abort(error)
+            works = dict(self._works)
+            self._works.clear()
+            for key, work in works.items():
+                self._fail(work, explain(work.where, differences.get(key, error)))
+        if also_pairs:
+            self.pairs.abort(error)
+
+    async def close(self) -> None:
+        """Wait for everything under way (receives that nothing matched are withdrawn), then leave; issue no more.
+
+        The world's group closes all others first, then says goodbye to all peers and to the store. Raises, once, the
+        first failure of a work that nobody asked about. Cancelling aborts what is under way, and lets the bounded end
+        finish first. May be called again, also meanwhile.
+        """
+        self.world.check_thread(self.where("close"))
+        if self._closing is None:
+            if self.closed or self.world.forked:
+                return
+            if asyncio.get_running_loop() is not self._loop:
+                raise RuntimeError(f"{self.where('close')}: called from another event loop than the group was made on")
+            self.usable = False
+            self._closing = start_task(self._loop, self._close(), name=f"close group {self.name}")
+        try:
+            await asyncio.shield(self._closing)
+        except asyncio.CancelledError:
+            for group in [self, *self.inner()]:
+                if group._works or group._differing or group.pairs.pending():
+                    group.abort("closing it was cancelled")
+            if self.is_world:
+                self.world.hurry()
+            await uninterrupted(asyncio.wait([self._closing]))
+            raise
+        unasked, self._unasked = self._unasked, None
+        try:
+            if unasked is not None:
+                raise unasked
+        finally:
+            del unasked  # it refers to this frame, and so to the arrays of its callers
+
+    async def _close(self) -> None:
+        self.world.leaving |= self.is_world
+        self.pairs.withdraw_receives()
+        self._backends.host.closing()
+        try:
+            failures = await asyncio.gather(*(group.close() for group in self.inner()), return_exceptions=True)
+            await until_ended(self._works.values())
+            self._backends.host.settle()
+            if self._differing:
+                await self._verdict.wait()
+            async with asyncio.timeout(CLOSE_SENDS_S):
+                await until_ended(self.pairs.pending())
+        except TimeoutError:
+            self.abort(f"closed with sends that nobody received for {CLOSE_SENDS_S:g} s")
+        except asyncio.CancelledError:  # the event loop ends
+            self.abort("the event loop ended before it was closed")
+            self.closed = True
+            if self.is_world:
+                await self.world.abandon()
+            raise
+        await self._leave()
+        found = explain(self.where("close"), self._aborted) if self._differing and self._aborted is not None else None
+        unasked = self._unretrieved.take_unasked(found, aborted=self._aborted is not None)
+        self._unasked = next(filter(None, [unasked, *failures]), None)
+
+    def inner(self) -> list[GroupCore]:
+        """Groups that end with this one: all others of the world, if this is the world's."""
+        groups = self.world.groups.values() if self.is_world else ()
+        return [group for group in groups if isinstance(group, GroupCore) and group is not self]
+
+    async def _leave(self) -> None:
+        self.closed = True
+        self._deadlines.stop()
+        self._strays.stop()
+        self._mismatches.stop()
+        if self.world.leaving and self._aborted is None:
+            self._mismatches.say_last_words()
+        self._backends.close()
+        await self.pairs.close()
+        await self._backends.wait_closed()
+        if self.is_world:
+            await self.world.close()
+        else:  # where the world ends, senders hear that we have left
+            self.pairs.drop_unmatched()
+        words = self._mismatches.last_words()
+        ended = EndedGroup(self.world, self.group_id, self.ranks, self._sequences, self._order, words)
+        self.world.unregister(self.group_id, ended)
+        for rank, tag in self._askers.items():  # who wait, perhaps, for what comes no more
+            ended.tell_issued(rank, tag, self._sequences.get(tag, 0))
+        for rank in self.pairs.closed_members.askers if self.pairs.closed_members is not None else ():
+            ended.tell_closed(rank)
+
+    def leave_with(self, error: BaseException) -> None:
+        """The block of this group ends with `error`: abort the groups whose members do not hear of it by themselves."""
+        cause = first_cause(error)
+        why = f"rank {self.world.rank} left with {named(cause)}"
+        if not (isinstance(cause, CONSEQUENCES) and self._is_known(cause)):
+            self.abort(why)
+        for group in self.inner():  # others' operations on those must not wait for this rank either
+            group.abort(why)
+
+    def _is_known(self, cause: BaseException) -> bool:
+        """Whether the other members hear by themselves of what this rank leaves with.
+
+        Not of a message that timed out here, nor of the end of another group. Who leaves the world because another has
+        left it in order does so in order as well; that somebody leaves another group nobody sees.
+        """
+        return self._aborted is not None or (self.is_world and isinstance(cause, PeerLostError) and cause.left)
+
+    # Other groups of the world.
+
+    def subgroup(
+        self,
+        ranks: Sequence[int],
+        timeout_s: float | None,
+        name: str | None,
+        backend_names: BackendNames | None = None,
+        *,
+        members_only: bool = False,
+    ) -> GroupCore | None:
+        """See `ProcessGroup.make_subgroup`."""
+        self.world.check_thread(self.where("new_group"))
+        group_id, label, number = self._subgroups.next(ranks, members_only=members_only)
+        made = None
+        if self.world.rank in ranks:
+            origin = None if members_only else (self._order, number)
+            made = GroupCore(
+                self.world,
+                group_id,
+                tuple(ranks),
+                timeout_s,
+                name or label,
+                backend_names or self.backend_names,
+                origin=origin,
+                parent=(self.group_id, self.name),
+            )
+        if not members_only:
+            self._order.made(number, group_id, tuple(ranks))
+        return made
+
+
+def core_of(group: ProcessGroup) -> GroupCore:
+    """The core of a group of this event loop."""
+    core = group._core
+    assert isinstance(core, GroupCore), "it is not in another thread"
+    return core
