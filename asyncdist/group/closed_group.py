@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from asyncdist.collectives.backend import WorkKey
 from asyncdist.group.membership import CreationOrder
+from asyncdist.world.control import Closed, GroupMessage, Made, Mismatch, Probe, Status
 from asyncdist.world.world import CLOSED, CLOSED_SINCE, ISSUED, World
 
 __all__ = ["EndedGroup"]
@@ -37,17 +37,17 @@ class EndedGroup:
         self._order = order
         self._words = words
 
-    def control(self, sender: int, message: list[Any]) -> None:
+    def control(self, sender: int, message: GroupMessage) -> None:
         """A control message of another member."""
         match message:
-            case ["probe", _, tag, sequence]:
+            case Probe(_, tag, sequence):
                 self.tell_issued(sender, tag, sequence)
-            case ["mismatch", group_id, tag, sequence, _, True]:
+            case Mismatch(group_id, tag, sequence, _, True):
                 _, text = self._words.get((tag, sequence), ("", CLOSED_SINCE))
-                self._world.tell((sender,), ["mismatch", group_id, tag, sequence, text, False], dial=False)
-            case ["made", _, *made]:
-                self._order.heard(sender, *made)
-            case ["closed", _, _, True]:
+                self._world.tell((sender,), Mismatch(group_id, tag, sequence, text, False), dial=False)
+            case Made(_, number, made_id, ranks, asked):
+                self._order.heard(sender, number, made_id, ranks, asked)
+            case Closed(_, _, True):
                 self.tell_closed(sender)
 
     def tell_issued(self, rank: int, tag: int, sequence: int) -> None:
@@ -55,9 +55,9 @@ class EndedGroup:
         issued = self._issued.get(tag, 0) > sequence
         if issued or not self._world.leaving:
             state = ISSUED if issued else CLOSED
-            self._world.tell((rank,), ["status", self._group_id, tag, sequence, state], dial=False)
+            self._world.tell((rank,), Status(self._group_id, tag, sequence, state), dial=False)
 
     def tell_closed(self, rank: int) -> None:
         """Tell a member that nothing more is sent from here: what was is ahead of this."""
         if not self._world.leaving:
-            self._world.tell((rank,), ["closed", self._group_id, 0, False], dial=False)
+            self._world.tell((rank,), Closed(self._group_id, 0, False), dial=False)

@@ -45,6 +45,7 @@ from asyncdist.group.point_to_point import Pairs, check_tag
 from asyncdist.group.rejected_calls import RejectedCalls
 from asyncdist.group.unretrieved import UnretrievedErrors, watch, watches
 from asyncdist.work import Work, until_ended
+from asyncdist.world.control import Abort, Check, Closed, GroupMessage, Made, Mismatch, Probe, Ran, Refused, Status
 from asyncdist.world.world import CLOSED, NOT_MADE, World
 
 if TYPE_CHECKING:
@@ -367,33 +368,33 @@ class GroupCore:
         """A member has left: of those that a message may come from any, it might have been the last."""
         self.pairs.fail_vain_receives()
 
-    def control(self, sender: int, message: list[Any]) -> None:
-        """A control message of another member: its kind, this group's id, and what `world` checks of that kind."""
+    def control(self, sender: int, message: GroupMessage) -> None:
+        """A control message of another member."""
         match message:
-            case ["abort", _, kind, text, rank, missing]:
+            case Abort(_, kind, text, rank, missing):
                 cause = abort_cause(kind, text, rank, missing, self.world.rank)
                 if isinstance(cause, PeerLostError) and not cause.left:
                     self.world.lost_elsewhere(cause.rank, cause)  # concerns all groups of that rank
                 self._abort(cause, kind, text, rank, missing)
-            case ["refused", _, *refusal]:
-                self._rejected.heard(*refusal)
-            case ["probe", _, tag, sequence]:
+            case Refused(_, tag, sequence, rank, text):
+                self._rejected.heard(tag, sequence, rank, text)
+            case Probe(_, tag, sequence):
                 self._askers[sender] = tag
                 self._mismatches.tell(sender, tag, sequence)
                 self._deadlines.tell(sender, tag, sequence, self._sequences.get(tag, 0) > sequence)
-            case ["status", _, tag, sequence, state]:
+            case Status(_, tag, sequence, state):
                 if not self._deadlines.answered(sender, tag, sequence, state):
                     self._heard_late(sender, tag, sequence, state)
-            case ["mismatch", _, *difference]:
-                self._mismatches.heard(sender, *difference)
-            case ["ran", _, words]:
+            case Mismatch(_, tag, sequence, text, asked):
+                self._mismatches.heard(sender, tag, sequence, text, asked)
+            case Ran(_, words):
                 self._mismatches.heard_last(sender, words)
-            case ["check", _, *report]:
-                self._mismatches.reported(sender, *report)
-            case ["made", _, *made]:
-                self._order.heard(sender, *made)
-            case ["closed", _, *closing]:
-                self._heard_closed(sender, *closing)
+            case Check(_, tag, sequence, terms, shown):
+                self._mismatches.reported(sender, tag, sequence, terms, shown)
+            case Made(_, number, made_id, ranks, asked):
+                self._order.heard(sender, number, made_id, ranks, asked)
+            case Closed(_, parent_id, asked):
+                self._heard_closed(sender, parent_id, asked)
 
     def bind_device(self, device: int | None) -> None:
         """Open communicators for arrays on that GPU at once, if all ranks do; None does nothing."""
@@ -445,7 +446,7 @@ class GroupCore:
         self._verdict.set()
         self.usable = False
         # Before messages under way are broken off: who receives those is to know the reason by then.
-        self.world.tell_aborted(self.ranks, ["abort", self.group_id, kind, text, rank, list(missing)])
+        self.world.tell_aborted(self.ranks, Abort(self.group_id, kind, text, rank, list(missing)))
         if first:
             self._deadlines.stop()
             self._strays.stop()

@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple
 from asyncdist.collectives.backend import CollectiveWork, WorkKey
 from asyncdist.errors import CollectiveTimeoutError
 from asyncdist.transport.config import LATE_S
+from asyncdist.world.control import Probe, Status
 from asyncdist.world.world import ABSENCES, ISSUED, NOT_CALLED, World
 
 __all__ = ["ASK_S", "MAX_PROBE_DIALS", "MONITORED_BARRIER", "NOT_HEARD_FROM", "PROBE_S", "Deadlines", "timeout_error"]
@@ -103,12 +104,12 @@ class Deadlines:
 
         False if the member is lost or has left.
         """
-        return bool(self._world.tell((rank,), ["probe", self._group_id, tag, sequence], dial=True))
+        return bool(self._world.tell((rank,), Probe(self._group_id, tag, sequence), dial=True))
 
     def tell(self, rank: int, tag: int, sequence: int, issued: bool) -> None:
         """Answer a member's probe."""
         state = ISSUED if issued else NOT_CALLED
-        self._world.tell((rank,), ["status", self._group_id, tag, sequence, state], dial=False)
+        self._world.tell((rank,), Status(self._group_id, tag, sequence, state), dial=False)
 
     def answered(self, sender: int, tag: int, sequence: int, state: str) -> bool:
         """A member answered a probe. False if no deadline has passed that the probe was about."""
@@ -162,10 +163,10 @@ class Deadlines:
 
     def _ask_late(self, work: CollectiveWork) -> None:
         waited_for = work.waiting_for()
-        self._world.tell(waited_for, ["probe", self._group_id, *work.key], dial=len(waited_for) <= MAX_PROBE_DIALS)
+        self._world.tell(waited_for, Probe(self._group_id, *work.key), dial=len(waited_for) <= MAX_PROBE_DIALS)
 
     def _probe(self, key: WorkKey) -> None:
-        message = ["probe", self._group_id, *key]
+        message = Probe(self._group_id, *key)
         monitors = self._works[key].operation == MONITORED_BARRIER and self._ranks[0] == self._world.rank
         asked = self._world.tell(self._ranks, message, dial=monitors or len(self._ranks) <= MAX_PROBE_DIALS)
         if key in self._works:

@@ -22,6 +22,7 @@ from asyncdist.concurrency.integers import spell_ranks
 from asyncdist.errors import CollectiveMismatchError
 from asyncdist.group.deadlines import ASK_S, MAX_PROBE_DIALS
 from asyncdist.messages.work import ANY_SOURCE
+from asyncdist.world.control import Closed, Made
 from asyncdist.world.world import World
 
 __all__ = ["MADE_KEPT", "QUESTIONS_KEPT", "ClosedMembers", "CreationOrder"]
@@ -81,7 +82,7 @@ class CreationOrder:
 
     def _tell(self, rank: int, number: int, *, asked: bool) -> None:
         own = self._made[number]
-        message = ["made", self._group_id, number, own.group_id, spell_ranks(own.ranks), asked]
+        message = Made(self._group_id, number, own.group_id, spell_ranks(own.ranks), asked)
         self._world.tell((rank,), message, dial=True)
 
     def _compare(self, sender: int, number: int, said: _Said, asked: bool) -> None:
@@ -164,5 +165,5 @@ class ClosedMembers:
         self.ask(ranks)
 
     def _ask(self, ranks: AbstractSet[int], *, dial: bool) -> None:
-        message = ["closed", self._group_id, self._parent_id, True]
+        message = Closed(self._group_id, self._parent_id, True)
         self._asked.update(self._world.tell(tuple(ranks - self._asked), message, dial=dial))

@@ -32,6 +32,7 @@ from asyncdist.transport.base_mesh import BaseMesh
 from asyncdist.transport.config import LATE_S
 from asyncdist.transport.protocol.frame import key_prefix
 from asyncdist.transport.protocol.matching import Unexpected
+from asyncdist.world.control import Check, Mismatch, Ran
 from asyncdist.world.world import CLOSED_SINCE, World
 
 __all__ = ["ANSWER_S", "CHECK_LEVELS", "EARLY_KEPT", "MismatchFinder", "StrayMessages", "describe_call", "parse_check"]
@@ -148,7 +149,7 @@ class MismatchFinder:
             return error
         if key in self._inquiries:
             return None
-        message = ["mismatch", self._group_id, *key, self._describe(key) or "", True]
+        message = Mismatch(self._group_id, *key, self._describe(key) or "", True)
         if not self._world.tell((error.peer,), message, dial=True):
             return self._answered(key, error, "")
         self._inquiries[key] = _Inquiry(work, error, self._await_answer(key))
@@ -169,7 +170,7 @@ class MismatchFinder:
         key = (tag, sequence)
         own = self._describe(key)
         if asked:
-            self._world.tell((sender,), ["mismatch", self._group_id, tag, sequence, own or "", False], dial=False)
+            self._world.tell((sender,), Mismatch(self._group_id, tag, sequence, own or "", False), dial=False)
         inquiry = self._inquiries.get(key)
         if inquiry is not None:
             if sender == inquiry.error.peer:
@@ -187,7 +188,7 @@ class MismatchFinder:
         """Tell the connected members what this rank ran last, as it leaves and cannot be asked later."""
         words = [[*key, *word] for key, word in self.last_words().items()]
         if words:
-            self._world.tell(self._ranks, ["ran", self._group_id, words], dial=False)
+            self._world.tell(self._ranks, Ran(self._group_id, words), dial=False)
 
     def heard_last(self, sender: int, words: list[tuple[int, int, str, str]]) -> None:
         """Another member leaves, and says what it ran last."""
@@ -306,7 +307,7 @@ class MismatchFinder:
             self._send_check(self._ranks[0], entry)
 
     def _send_check(self, rank: int, entry: _Issued) -> None:
-        message = ["check", self._group_id, *entry.key, self._terms(entry), self._show(entry)]
+        message = Check(self._group_id, *entry.key, self._terms(entry), self._show(entry))
         self._world.tell((rank,), message, dial=True)
 
     def _compare(self, entry: _Issued, reports: Mapping[str, tuple[int, str]]) -> CollectiveMismatchError | None:

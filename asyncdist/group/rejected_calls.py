@@ -11,6 +11,7 @@ from typing import Final
 
 from asyncdist.collectives.backend import CollectiveWork, WorkKey
 from asyncdist.errors import CollectiveMismatchError
+from asyncdist.world.control import Refused
 from asyncdist.world.world import World
 
 __all__ = ["REFUSALS_KEPT", "RejectedCalls"]
@@ -53,7 +54,7 @@ class RejectedCalls:
     def tell(self, tag: int, sequence: int, error: BaseException) -> None:
         """Tell all other ranks that this one rejects an operation."""
         self._drop(tag, sequence)
-        message = ["refused", self._group_id, tag, sequence, self._world.rank, str(error)]
+        message = Refused(self._group_id, tag, sequence, self._world.rank, str(error))
         self._world.tell(self._ranks, message, dial=True)
 
     def heard(self, tag: int, sequence: int, rank: int, text: str) -> None:
@@ -69,6 +70,6 @@ class RejectedCalls:
             self.early[key] = error
         self._drop(tag, sequence)
         # Passed on, so that a rank that hears of a member's leaving has heard of this before.
-        self._world.tell(self._ranks, ["refused", self._group_id, tag, sequence, rank, text], dial=False)
+        self._world.tell(self._ranks, Refused(self._group_id, tag, sequence, rank, text), dial=False)
         if key in self._works:
             self._fail(key, error)

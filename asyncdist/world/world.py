@@ -1,19 +1,4 @@
-"""World: what all groups of one job in this process share - the store, the mesh, and news of peers.
-
-Control messages between ranks are msgpack lists, the first element naming the kind:
-
-| message | meaning |
-| --- | --- |
-| `["abort", group, kind, text, rank, missing]` | the group is aborted; `kind` is one of asyncdist.group.abort_reasons |
-| `["refused", group, tag, sequence, rank, text]` | `rank` refused that collective at the call |
-| `["probe", group, tag, sequence]` | have you issued that collective? |
-| `["status", group, tag, sequence, state]` | the answer: ISSUED, or one of ABSENCES |
-| `["mismatch", group, tag, sequence, text, asked]` | we differ there; this rank runs `text`, and you? |
-| `["check", group, tag, sequence, terms, shown]` | this rank has issued that (a probe's answer, or a full check) |
-| `["ran", group, [[tag, sequence, terms, shown], ...]]` | this rank leaves the world; that is what it ran last |
-| `["made", group, number, id, ranks, asked]` | as group `number` of `group` this rank has made `id`; and you? |
-| `["closed", group, parent, asked]` | this rank has closed `group`, or `parent` without making it; or say so then |
-| `["addresses", first, addresses]` | where `first` and the ranks after it listen, of no group: see `address_book` |
+"""World: what all groups of one job in this process share - the store, the mesh, and news of peers (`control.py`).
 
 News of a group that does not exist here yet is kept, within bounds, until it does.
 """
@@ -34,9 +19,19 @@ from asyncdist.errors import CollectiveMismatchError, DistError, PeerLostError, 
 from asyncdist.plan.selection.tuning import DEFAULT_TUNING
 from asyncdist.store.fork_safety import close_in_forked_child
 from asyncdist.transport.absence import Absence
-from asyncdist.transport.addresses.address import MAX_ADDRESS_BYTES
 from asyncdist.transport.base_mesh import BaseMesh
 from asyncdist.world.address_book import children_of, parent_of
+from asyncdist.world.control import (
+    Abort,
+    Addresses,
+    Check,
+    Closed,
+    ControlMessage,
+    GroupMessage,
+    Probe,
+    Status,
+    decode,
+)
 from asyncdist.world.init_method import StoreSource
 from asyncdist.world.rendezvous import Met, Rendezvous
 
@@ -55,10 +50,6 @@ EARLY_GROUPS: Final = 256
 """Groups not created here yet whose news is kept: ranks run ahead of each other by a few `new_group` calls at most."""
 EARLY_MESSAGES: Final = 64
 """News kept per such group."""
-MAX_TEXT: Final = 4096
-"""Characters of a reason sent to others: a long message, and with the ranks well below a control frame's 64 KiB."""
-MAX_RANKS_NAMED: Final = 4096
-"""Missing ranks sent to others; nobody reads more of them."""
 ABORTS_KEPT: Final = 256
 """News of aborted groups for ranks that connect later, the newest: for older ones nobody waits any more. A group has
 two where somebody aborts it whose collectives had ended before."""
@@ -86,8 +77,8 @@ class GroupListener(Protocol):
     def peer_left(self) -> None:
         """A member has left the world in order."""
 
-    def control(self, sender: int, message: list[Any]) -> None:
-        """A control message about this group; its kind and group are known to be right."""
+    def control(self, sender: int, message: GroupMessage) -> None:
+        """A control message about this group."""
 
     def made_differently(self, error: CollectiveMismatchError) -> None:
         """Another rank has made another group in place of this one, which can never be used."""
@@ -101,7 +92,7 @@ class EndedListener(Protocol):
 
     ranks: tuple[int, ...]
 
-    def control(self, sender: int, message: list[Any]) -> None:
+    def control(self, sender: int, message: GroupMessage) -> None:
         """As a group's."""
 
 
@@ -141,7 +132,7 @@ class World:
         self._rendezvous = rendezvous
         self._aborts: deque[tuple[tuple[int, ...], bytes]] = deque(maxlen=ABORTS_KEPT)
         self._ended: dict[int, EndedListener] = {}
-        self._early: dict[int, list[tuple[int, list[Any]]]] = {}
+        self._early: dict[int, list[tuple[int, GroupMessage]]] = {}
         self._decider = 0
         self._thread = threading.get_ident()
         close_in_forked_child(self)
@@ -164,7 +155,7 @@ class World:
         children = children_of(self.rank, self._decider, self.world_size)
         if book.complete and not book.told_at_once:
             for first, addresses in book.pieces():
-                payload = msgpack.packb(["addresses", first, addresses])
+                payload = Addresses(first, addresses).encode()
                 for child in children:
                     self._send(child, payload)
 
@@ -185,28 +176,28 @@ class World:
         if len(self._ended) > ENDED_KEPT:
             del self._ended[next(iter(self._ended))]
         for sender, message in [question for kept in self._early.values() for question in kept]:
-            if message[0] == "closed" and message[2] == group_id:
+            if isinstance(message, Closed) and message.parent_id == group_id:
                 self._tell_never_made(sender, message)
 
-    def tell(self, ranks: tuple[int, ...], message: list[Any], *, dial: bool) -> list[int]:
+    def tell(self, ranks: tuple[int, ...], message: ControlMessage, *, dial: bool) -> list[int]:
         """Send a control message to `ranks`, ourselves excepted; with `dial`, also to those not connected yet.
 
         Who has left or is lost needs no news, and does not keep it from the others. Returns those it is sent to.
         """
-        payload = msgpack.packb([_bounded(part) for part in message])
+        payload = message.encode()
         others = [rank for rank in ranks if rank != self.rank]
         if not dial:
             return self.mesh.broadcast_control(others, payload)
         return [rank for rank in others if self._send(rank, payload)]
 
-    def tell_aborted(self, ranks: tuple[int, ...], message: list[Any]) -> None:
+    def tell_aborted(self, ranks: tuple[int, ...], message: Abort) -> None:
         """Send the news of an abort to those of `ranks` that are connected, and to the others once they are.
 
         Who issues an operation connects to those it needs. So all who wait for the group hear of its end, however few
         were connected when it came, and nobody connects for the news alone.
         """
         self.tell(ranks, message, dial=False)
-        self._aborts.append((ranks, msgpack.packb([_bounded(part) for part in message])))
+        self._aborts.append((ranks, message.encode()))
 
     def _send(self, rank: int, payload: bytes) -> bool:
         try:
@@ -259,40 +250,43 @@ class World:
 
     def control_received(self, rank: int, payload: bytes) -> None:
         """A control message came. Raises RemoteProtocolError for anything malformed."""
-        message = _parse(rank, payload, self.world_size)
-        if message[0] == "addresses":
-            self._hear_addresses(rank, *message[1:])
-            return
-        group = self.groups.get(message[1]) or self._ended.get(message[1])
+        message = decode(rank, payload, self.world_size)
+        if isinstance(message, Addresses):
+            self._hear_addresses(rank, message)
+        elif isinstance(message, GroupMessage):
+            self._hear(rank, message)
+
+    def _hear(self, rank: int, message: GroupMessage) -> None:
+        group = self.groups.get(message.group_id) or self._ended.get(message.group_id)
         if group is not None:
             if rank not in group.ranks:
                 raise RemoteProtocolError(f"rank {rank} sent news of a group it does not belong to")
             group.control(rank, message)
-        elif message[0] == "probe":
-            self.tell((rank,), ["status", *message[1:], NOT_MADE], dial=False)
-        elif message[0] == "closed" and message[2] in self._ended:
+        elif isinstance(message, Probe):
+            self.tell((rank,), Status(message.group_id, message.tag, message.sequence, NOT_MADE), dial=False)
+        elif isinstance(message, Closed) and message.parent_id in self._ended:
             self._tell_never_made(rank, message)
-        elif message[0] != "status":
+        elif not isinstance(message, Status):
             self._keep(rank, message)
 
-    def _hear_addresses(self, rank: int, first: int, addresses: list[bytes]) -> None:
+    def _hear_addresses(self, rank: int, message: Addresses) -> None:
         if rank != parent_of(self.rank, self._decider, self.world_size):
             raise RemoteProtocolError(f"rank {rank} sent addresses, which this rank has from another one")
-        if self._rendezvous.learn(first, addresses):
+        if self._rendezvous.learn(message.first, message.addresses):
             self.pass_on_addresses()
 
-    def _keep(self, rank: int, message: list[Any]) -> None:
+    def _keep(self, rank: int, message: GroupMessage) -> None:
         """Keep news of a group that is still to come, unless there is too much already."""
-        if len(self._early) < EARLY_GROUPS or message[1] in self._early:
-            parked = self._early.setdefault(message[1], [])
-            room = EARLY_MESSAGES // 2 if message[0] == "check" else EARLY_MESSAGES  # the others matter more
+        if len(self._early) < EARLY_GROUPS or message.group_id in self._early:
+            parked = self._early.setdefault(message.group_id, [])
+            room = EARLY_MESSAGES // 2 if isinstance(message, Check) else EARLY_MESSAGES  # the others matter more
             if len(parked) < room:
                 parked.append((rank, message))
 
-    def _tell_never_made(self, rank: int, question: list[Any]) -> None:
+    def _tell_never_made(self, rank: int, question: Closed) -> None:
         """The group that `rank` asks about was to be made of one that is closed here."""
-        if question[-1] and not self.leaving:  # else our goodbye says it
-            self.tell((rank,), [*question[:-1], False], dial=False)
+        if question.asked and not self.leaving:  # else the goodbye of this rank says so
+            self.tell((rank,), Closed(question.group_id, question.parent_id, False), dial=False)
 
     async def hear_out(self, rank: int) -> Absence:
         """`rank` takes no connection: hear, bounded, which groups it aborted before, and why; and what became of it."""
@@ -359,13 +353,6 @@ class World:
         await self._rendezvous.resign()
 
 
-def _bounded(part: Any) -> Any:
-    """Cut texts and lists so that any message fits a control frame; texts may hold what no UTF-8 can."""
-    if isinstance(part, str):
-        return part[:MAX_TEXT].encode(errors="backslashreplace").decode()
-    return [_bounded(one) for one in part[:MAX_RANKS_NAMED]] if isinstance(part, list) else part
-
-
 def _join_words(payloads: list[bytes]) -> bytes:
     """The newest of `payloads` that fit MAX_WORDS_BYTES, the oldest of them first."""
     kept: list[bytes] = []
@@ -390,62 +377,3 @@ def _split_words(rank: int, words: bytes) -> list[bytes]:
     if not isinstance(payloads, list) or not all(isinstance(payload, bytes) for payload in payloads):
         raise RemoteProtocolError(f"rank {rank} left malformed words in the store")
     return payloads
-
-
-_MAX_TAGS: Final = 1 << 32
-"""In keys of messages tags have 32 bits."""
-_MAX_NUMBERS: Final = 1 << 63
-"""Operations and groups are counted without end; msgpack goes no further."""
-_SHAPES: Final[dict[str, tuple[type | tuple[type, ...], ...]]] = {
-    "abort": (int, str, str, (int, type(None)), list),
-    "refused": (int, int, int, int, str),
-    "probe": (int, int, int),
-    "status": (int, int, int, str),
-    "mismatch": (int, int, int, str, bool),
-    "check": (int, int, int, str, str),
-    "ran": (int, list),
-    "made": (int, int, int, str, bool),
-    "closed": (int, int, bool),
-    "addresses": (int, list),
-}
-
-
-def _parse(rank: int, payload: bytes, world_size: int) -> list[Any]:
-    try:
-        message: Any = msgpack.unpackb(payload, max_array_len=MAX_RANKS_NAMED, max_map_len=0)
-    except (ValueError, msgpack.UnpackException) as error:
-        raise RemoteProtocolError(f"rank {rank} sent a control message that is not msgpack") from error
-    shape = _SHAPES.get(message[0]) if isinstance(message, list) and message and isinstance(message[0], str) else None
-    if shape is None or len(message) != len(shape) + 1 or not all(map(isinstance, message[1:], shape)):
-        raise RemoteProtocolError(f"rank {rank} sent a malformed control message")
-    named, tag, number = [], 0, 0
-    if message[0] == "ran":
-        if not all(_is_word(word) for word in message[2]):
-            raise RemoteProtocolError(f"rank {rank} sent a malformed control message")
-    elif message[0] == "addresses":
-        first, addresses = message[1:]
-        if not all(isinstance(address, bytes) and 0 < len(address) <= MAX_ADDRESS_BYTES for address in addresses):
-            raise RemoteProtocolError(f"rank {rank} sent malformed addresses")
-        named = [first, first + len(addresses) - 1]
-    elif message[0] == "abort":
-        named = [*message[5], *([] if message[4] is None else [message[4]])]
-    elif message[0] != "closed":
-        named = message[4:5] if message[0] == "refused" else []
-        tag, number = (0, message[2]) if message[0] == "made" else message[2:4]
-    in_bounds = all(_below(world_size, value) for value in named) and _below(_MAX_TAGS, tag)
-    if not (in_bounds and _below(_MAX_NUMBERS, number)):
-        raise RemoteProtocolError(f"rank {rank} sent a malformed control message")
-    checked: list[Any] = message
-    return checked
-
-
-def _is_word(word: Any) -> bool:
-    """Whether that is tag, number, terms and description of a collective."""
-    match word:
-        case [int(tag), int(number), str(), str()]:
-            return _below(_MAX_TAGS, tag) and _below(_MAX_NUMBERS, number)
-    return False
-
-
-def _below(limit: int, value: Any) -> bool:
-    return isinstance(value, int) and 0 <= value < limit

@@ -18,6 +18,7 @@ from asyncdist.group.membership import MAX_ANY_DIALS, ClosedMembers
 from asyncdist.messages.work import ANY_SOURCE
 from asyncdist.testing import DeadlockError, run_world
 from asyncdist.transport.protocol.frame import CREDIT_BYTES, EAGER_BYTES
+from asyncdist.world.control import Closed, ControlMessage
 from asyncdist.world.world import World
 
 NAMED_S = 1.0
@@ -133,8 +134,8 @@ def test_who_is_late_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[float] = []
     tell = World.tell
 
-    def noted(world: World, ranks: tuple[int, ...], message: list[Any], *, dial: bool) -> list[int]:
-        if message[0] == "closed" and ranks:
+    def noted(world: World, ranks: tuple[int, ...], message: ControlMessage, *, dial: bool) -> list[int]:
+        if isinstance(message, Closed) and ranks:
             asked.append(world.loop.time())
         return tell(world, ranks, message, dial=dial)
 
@@ -162,7 +163,7 @@ def test_who_is_late_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_in_so_large_groups_only_the_connected_are_asked(past: int) -> None:
     told: list[bool] = []
 
-    def tell(ranks: tuple[int, ...], message: list[Any], *, dial: bool) -> list[int]:
+    def tell(ranks: tuple[int, ...], message: ControlMessage, *, dial: bool) -> list[int]:
         told.append(dial)
         return []
 
@@ -176,7 +177,7 @@ def test_in_so_large_groups_only_the_connected_are_asked(past: int) -> None:
 def test_who_waits_for_any_source_of_a_large_group_asks_those_that_are_connected(past: int) -> None:
     told: list[tuple[set[int], bool]] = []
 
-    def tell(ranks: tuple[int, ...], message: list[Any], *, dial: bool) -> list[int]:
+    def tell(ranks: tuple[int, ...], message: ControlMessage, *, dial: bool) -> list[int]:
         told.append((set(ranks), dial))
         return []
 

@@ -14,6 +14,7 @@ from socket_world import run_ranks
 import asyncdist as dist
 from asyncdist.group.deadlines import ASK_S
 from asyncdist.testing import DeadlockError, run_world
+from asyncdist.world.control import ControlMessage, Probe
 from asyncdist.world.world import World
 
 NAMED_S = 1.0
@@ -160,8 +161,8 @@ def test_who_is_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     probes: list[float] = []
     tell = World.tell
 
-    def noted(world: World, ranks: tuple[int, ...], message: list[Any], *, dial: bool) -> list[int]:
-        if message[0] == "probe":
+    def noted(world: World, ranks: tuple[int, ...], message: ControlMessage, *, dial: bool) -> list[int]:
+        if isinstance(message, Probe):
             probes.append(world.loop.time())
         return tell(world, ranks, message, dial=dial)
 

@@ -16,6 +16,7 @@ from asyncdist.concurrency.integers import derive_group_id
 from asyncdist.testing import run_world
 from asyncdist.transport.addresses.address import MAX_ADDRESS_BYTES
 from asyncdist.world import world
+from asyncdist.world.control import MAX_RANKS_NAMED, Abort, decode
 
 SIZE = 8
 JUNK = [
@@ -47,7 +48,7 @@ JUNK = [
     msgpack.packb(["closed", 1, "0", True]),
     msgpack.packb([3, 1]),
     msgpack.packb({"abort": 1}),
-    msgpack.packb(["abort", 1, "abort", "text", None, [0] * (world.MAX_RANKS_NAMED + 1)]),
+    msgpack.packb(["abort", 1, "abort", "text", None, [0] * (MAX_RANKS_NAMED + 1)]),
     msgpack.packb(["abort", 1, "lost", "text", SIZE, []]),
     msgpack.packb(["abort", 1, "lost", "text", -1, []]),
     msgpack.packb(["abort", 1, "timeout", "text", 0, [SIZE]]),
@@ -80,21 +81,21 @@ LARGEST = [
 @pytest.mark.parametrize("payload", JUNK)
 def test_malformed_control_messages_are_protocol_errors(payload: bytes) -> None:
     with pytest.raises(dist.RemoteProtocolError, match="rank 3 sent"):
-        world._parse(3, payload, SIZE)
+        decode(3, payload, SIZE)
 
 
 @pytest.mark.parametrize("message", LARGEST)
 def test_ranks_tags_and_numbers_at_their_limits(message: list[Any]) -> None:
-    assert world._parse(3, msgpack.packb(message), SIZE) == message
+    assert msgpack.unpackb(decode(3, msgpack.packb(message), SIZE).encode()) == message
 
 
 @given(st.binary(max_size=64))
 def test_any_bytes_are_understood_or_refused(payload: bytes) -> None:
     try:
-        message = world._parse(0, payload, SIZE)
+        message = decode(0, payload, SIZE)
     except dist.RemoteProtocolError:
         return
-    assert message[0] in world._SHAPES
+    assert decode(0, message.encode(), SIZE) == message
 
 
 @pytest.mark.parametrize("letter", ["x", "\U0001f642", "\udc80"], ids=["letter", "wide", "surrogate"])
@@ -155,7 +156,7 @@ def test_a_stranger_to_a_group_cannot_speak_for_it() -> None:
         pair = dist.new_group([0, 1])
         await group.barrier()
         if group.rank == 2:
-            group.world.tell((0,), ["abort", 0, "abort", "x", None, []], dial=False)
+            group.world.tell((0,), Abort(0, "abort", "x", None, []), dial=False)
         if group.rank == 0:
             assert isinstance(pair, dist.ProcessGroup)
             with pytest.raises(dist.RemoteProtocolError, match="does not belong"):
