@@ -13,7 +13,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import Context
 from types import TracebackType
 from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar, cast
@@ -22,8 +22,7 @@ import numpy as np
 
 from asyncdist.arrays.host import Array
 from asyncdist.collectives.arguments.call import Call
-from asyncdist.collectives.arguments.stream import StreamCall
-from asyncdist.collectives.backend import BackendNames, WorkKey
+from asyncdist.collectives.backend import WorkKey
 from asyncdist.concurrency.deadline import INHERIT, Timeout, timeout_seconds
 from asyncdist.errors import ClosedError
 from asyncdist.gpu.streams import carried
@@ -225,16 +224,8 @@ class ThreadCore:
         self.check_usable(operation)
         return self.bridge.call(method, *map(carried, arguments), **options)
 
-    def stream(
-        self,
-        operation: str,
-        tag: int,
-        timeout: Timeout,
-        make: Callable[..., StreamCall],
-        sources: Sequence[int],
-        *arguments: Any,
-    ) -> Any:
-        return self._call(operation, self.inner_core.stream, operation, tag, timeout, make, sources, *arguments)
+    def stream(self, operation: str, *arguments: Any) -> Any:
+        return self._call(operation, self.inner_core.stream, operation, *arguments)
 
     def shared_array(self, extents: tuple[int, ...], dtype: np.dtype[Any]) -> Array | None:
         array: Array | None = self.bridge.call(self.inner_core.shared_array, extents, dtype)
@@ -243,17 +234,8 @@ class ThreadCore:
     def bind_device(self, device: int | None) -> None:
         self._call("bind_device", self.inner_core.bind_device, device)
 
-    def subgroup(
-        self,
-        ranks: Sequence[int],
-        timeout_s: float | None,
-        name: str | None,
-        backend_names: BackendNames | None,
-        *,
-        members_only: bool,
-    ) -> ThreadCore | None:
-        method, arguments = self.inner_core.subgroup, (ranks, timeout_s, name, backend_names)
-        made = self._call("make_subgroup", method, *arguments, members_only=members_only)
+    def subgroup(self, *arguments: Any, **options: Any) -> ThreadCore | None:
+        made = self._call("make_subgroup", self.inner_core.subgroup, *arguments, **options)
         return None if made is None else ThreadCore(made, self.bridge)
 
     # The end.

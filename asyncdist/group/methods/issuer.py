@@ -10,14 +10,13 @@ the group is aborted on every rank, naming the ranks that were missing. Cancelli
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from asyncdist.arrays.host import Array
 from asyncdist.collectives.arguments import call
-from asyncdist.collectives.arguments.stream import StreamCall
 from asyncdist.collectives.backend import BackendNames
 from asyncdist.concurrency.deadline import Timeout
 from asyncdist.concurrency.integers import as_int
@@ -72,36 +71,20 @@ class Core(Protocol):
     ) -> Work[Any]:
         """See `Issue`."""
 
-    def stream(
-        self,
-        operation: str,
-        tag: int,
-        timeout: Timeout,
-        make: Callable[..., StreamCall],
-        sources: Sequence[int],
-        *arguments: Any,
-    ) -> ChunkStream:
-        """Issue a collective whose chunks are handed over one by one, as they come."""
+    def stream(self, operation: str, *arguments: Any) -> ChunkStream:
+        """See `GroupCore.stream`."""
 
     def refuse(self, operation: str, tag: int, error: Exception) -> None:
         """See `Issuer.refuse`."""
 
     def shared_array(self, extents: tuple[int, ...], dtype: np.dtype[Any]) -> Array | None:
-        """An array in memory that the other ranks of this host can read; None where there is none."""
+        """See `GroupCore.shared_array`."""
 
     def bind_device(self, device: int | None) -> None:
         """See `ProcessGroup.bind_device`."""
 
-    def subgroup(
-        self,
-        ranks: Sequence[int],
-        timeout_s: float | None,
-        name: str | None,
-        backend_names: BackendNames | None,
-        *,
-        members_only: bool,
-    ) -> Core | None:
-        """See `ProcessGroup.make_subgroup`."""
+    def subgroup(self, *arguments: Any, **options: Any) -> Core | None:
+        """See `GroupCore.subgroup`."""
 
     def abort(self, reason: str = "") -> None:
         """See `ProcessGroup.abort`."""
