@@ -20,6 +20,7 @@ from waiting import eventually
 import asyncdist as dist
 import asyncdist_server
 from asyncdist.collectives.backend import Backend
+from asyncdist.group.core import core_of
 from asyncdist.store import HashStore
 from asyncdist.transport.addresses.address import PeerAddress
 from asyncdist.transport.mesh import Mesh
@@ -44,12 +45,12 @@ async def test_a_closing_that_the_end_of_the_loop_cancels_at_any_await_leaves_no
     while not cut.at or cut.reached:
         cut = Cut(cut.at + 1)
         group = await dist.init_process_group(init_method="tcp://127.0.0.1:0", rank=0, world_size=1, timeout=10)
-        close = group._close
+        close = core_of(group)._close
 
         async def closing(cut: Cut = cut, close: Any = close) -> None:
             await cancelling_at(cut, close())
 
-        group._close = closing  # type: ignore[method-assign]
+        core_of(group)._close = closing  # type: ignore[method-assign]
         await asyncio.gather(group.close(), return_exceptions=True)
         await turns(10)
         if not before:

@@ -18,6 +18,7 @@ from socket_world import socket_world, turns
 from waiting import PATIENCE_S, eventually
 
 import asyncdist as dist
+from asyncdist.group.core import core_of
 from asyncdist.store import HashStore
 from asyncdist.transport.addresses.address import PeerAddress
 from asyncdist.transport.protocol.frame import EAGER_BYTES, pack_key
@@ -32,17 +33,17 @@ NAMED_S = 1.0
 def expire(group: Group) -> None:
     """What a deadline does."""
     error = dist.CollectiveTimeoutError("all_reduce #0 took too long", [2])
-    group._abort(error, "timeout", str(error), missing=[2])
+    core_of(group)._abort(error, "timeout", str(error), missing=[2])
 
 
 def differ(group: Group) -> None:
     """What a difference does, whoever finds it."""
-    group._differ((0, 0), dist.CollectiveMismatchError("ranks differ: rank 0 runs this, rank 1 runs that"))
+    core_of(group)._differ((0, 0), dist.CollectiveMismatchError("ranks differ: rank 0 runs this, rank 1 runs that"))
 
 
 def fail(group: Group) -> None:
     """What an operation does that cannot go on."""
-    group._abort(dist.DistError("no memory"), "failed", "no memory", group.world.rank)
+    core_of(group)._abort(dist.DistError("no memory"), "failed", "no memory", group.world.rank)
 
 
 ENDS: list[tuple[Callable[[Group], None], type[Exception], str]] = [
