@@ -57,7 +57,7 @@ def _keep(raw: Any) -> None:
 
 
 def _release(raw: Any) -> None:
-    """It was given up: collecting it does nothing any more."""
+    """Let a communicator be collected, which was given up: that does nothing any more."""
     ctypes.pythonapi.Py_DecRef(ctypes.py_object(raw))
 
 

@@ -233,7 +233,7 @@ extern "C" __global__ void scale(T* target, const T* source, unsigned long long 
 
 
 def _element(dtype: np.dtype[Any]) -> str:
-    """T, what is computed in, and how to get there and back."""
+    """Source of the element type T, the type that is computed in, and the conversions between them."""
     name = dtype.name
     if name in _NARROW:
         return _FLOAT + _NARROW[name]

@@ -93,7 +93,7 @@ def override(provider: Provider | None) -> Iterator[None]:
 
 
 def _obstacle() -> str:
-    """Why it is not worth importing cupy; empty if it is."""
+    """Why importing cupy would be in vain; empty if it would not."""
     if sys.platform != "linux":
         return "CUDA arrays are supported on Linux only"
     if importlib.util.find_spec("cupy") is None:

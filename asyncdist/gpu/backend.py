@@ -235,7 +235,7 @@ class DeviceBackend(GroupBackend):
                 self._became_idle()
 
     def _forget(self, key: Key) -> None:
-        """Take it from what is under way; its path has no stream wait for the caller's any more."""
+        """Remove an operation from those under way: no stream of its path waits for the caller's any more."""
         entry = self._under_way.pop(key, None)
         if entry is not None:
             self._events.give(entry[3].ready)
@@ -319,7 +319,7 @@ class DeviceBackend(GroupBackend):
         )
 
     def _likely_path(self) -> str:
-        """What arguments are checked for until the path is known, alike on all ranks of one kind."""
+        """The path that arguments are checked for until the path is known; equal on ranks that are set up alike."""
         settings = self._settings
         if settings.path in PATHS:
             return settings.path

@@ -191,7 +191,7 @@ class Completions:
 
     @staticmethod
     def _waited(queue: StreamQueue, ended: Sequence[tuple[Entry, BaseException | None]]) -> None:
-        """On the loop: these have ended, in order."""
+        """Called on the loop: these entries have ended, in order."""
         if time.perf_counter() - queue.looked_since_s < LONGER_POLL_S:
             queue.poll_s = LONGER_POLL_S
         for entry, error in ended:
@@ -262,7 +262,7 @@ class _Waiter:
 
 
 def _keep_there(entries: Sequence[Entry], set_device: Callable[[int], object]) -> None:
-    """In a thread of its own."""
+    """Runs in a thread of its own."""
     with contextlib.suppress(Exception):
         set_device(entries[0].events[0].device)
     _keep(entries)

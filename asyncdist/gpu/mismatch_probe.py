@@ -40,7 +40,7 @@ Key = tuple[int, int]
 
 
 class _Asked:
-    """What has been asked about one operation: when the next is due, how many then, and where among the neighbors."""
+    """The questions about one operation: when the next is due, to how many ranks, and at which neighbor it begins."""
 
     __slots__ = ("count", "due_s", "position")
 

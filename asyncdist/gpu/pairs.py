@@ -125,7 +125,7 @@ class DevicePairs:
             work.complete(error)
 
     def _receive(self, work: DeviceRecvWork, announcement: Announcement, source: int) -> None:
-        """Answer how the data is to come, and have it come."""
+        """Choose the way of the data, tell the sender, and receive the data that way."""
         device_id = self.runtime.device_id(work.array.device)
         apart = (announcement.host, announcement.device_id) != (self._host, device_id)
         if self._nccl is not None and announcement.nccl and apart and announcement.nbytes:

@@ -208,7 +208,7 @@ def carried(value: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a list that begins with this holds no arrays of a GPU, and must stay the caller's list."""
+    """Whether a list that begins with `value` holds no GPU arrays, and must stay the caller's list."""
     while type(value) in (list, tuple) and value:
         value = value[0]
     return (

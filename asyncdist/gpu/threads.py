@@ -80,7 +80,7 @@ def in_thread(
 
 
 def _is_taken(loop: asyncio.AbstractEventLoop, answers: queue.SimpleQueue[bool]) -> bool:
-    """In a thread: whether the loop has taken what it was given, which it says in `answers` if it is not closed."""
+    """Called in a thread: whether the loop took the result. The loop says so in `answers` unless it is closed."""
     while True:
         closed = loop.is_closed()
         try:

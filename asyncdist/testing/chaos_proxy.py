@@ -83,7 +83,7 @@ class ChaosProxy:
             await asyncio.gather(*pumps, return_exceptions=True)
 
     async def _close(self, sides: list[asyncio.StreamWriter]) -> None:
-        """Give what was read from one side time to reach the other."""
+        """Close both sides, after what was read from one has reached the other; bounded."""
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 for side in sides:

@@ -74,7 +74,7 @@ class Meeting(ABC):
 
 @contextlib.contextmanager
 def _closing_under(lock: threading.Lock, connection: Connection[Any, Any]) -> Iterator[None]:
-    """Close `connection` at the end, while no other thread sends: it would find half of it gone."""
+    """Close `connection` at the end, while no other thread sends on it."""
     try:
         yield
     finally:
@@ -245,7 +245,7 @@ class _Server:
                 self._send(rank % self._meeting.size, "result", slot, rank, contributions)
 
     def _tell(self) -> None:
-        """What concerns all ranks, once."""
+        """Tell all ranks what is new, each thing once."""
         meeting = self._meeting
         assert meeting is not None
         news = [("violation", text) for text in meeting.violations]

@@ -353,7 +353,7 @@ class _Search:
         return self._look(self.max_steps, len(self.unknown)) if found is None else found
 
     def _look(self, more_steps: int, most_unknown: int) -> bool | None:
-        """Look, within so many more steps, for an order with at most so many unknown operations."""
+        """Look for an order, within that many more steps and with at most that many unknown operations."""
         known, unknown = self.known, self.unknown
         max_steps = min(self.steps + more_steps, self.max_steps)
         base = window = extra = 0

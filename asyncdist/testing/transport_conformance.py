@@ -365,7 +365,7 @@ async def check_thousands_in_flight(open_meshes: OpenMeshes) -> None:
 
 
 async def _exchange(one: Rank, two: Rank) -> bool:
-    """A small message each way."""
+    """Send a small message each way."""
     receives = [one.receive(two.mesh.rank, 900), two.receive(one.mesh.rank, 900)]
     one.send(two.mesh.rank, b"ping", 900)
     two.send(one.mesh.rank, b"ping", 900)

@@ -185,7 +185,7 @@ def _raise_the_cause(tasks: Sequence[asyncio.Task[Any]], killed: Collection[int]
 
 
 def _remoteness(error: BaseException) -> int:
-    """How far from the cause this may be: 0 is one, 1 names another rank, 2 only repeats what that one was told."""
+    """How far an error is from the cause: 0 is the cause, 1 names another rank, 2 repeats what that rank was told."""
     cause = first_cause(error)
     return 2 if isinstance(cause, GroupAbortedError) else int(isinstance(cause, CONSEQUENCES))
 

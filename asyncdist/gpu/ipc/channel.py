@@ -214,7 +214,7 @@ class IpcChannel:
             operation.pump()
 
     def _is_compiled(self, call: Call) -> bool:
-        """Whether the kernels of a call are; else they will be, in a thread, and the operations behind it wait too."""
+        """Whether the kernels of a call are compiled; else a thread compiles them, and later operations wait too."""
         op = ReduceOp.PREMUL_SUM if isinstance(call.op, PremulSum) else call.op
         if not isinstance(op, ReduceOp) or (op, call.dtype) in self._compiled:
             return True
@@ -239,7 +239,7 @@ class IpcChannel:
         self.runtime.prepare_reduce(op, dtype, self.size, self.device)
 
     def _say_done(self, sequence: int, operation: IpcOperation | None, fingerprint: int) -> None:
-        """Once nothing of the operation is on the device any more, which is now unless it was dropped under way."""
+        """Send DONE once nothing of the operation is on the device: now, unless it was dropped under way."""
 
         def over(_error: BaseException | None = None) -> None:
             self._signals.tell(self._others, Record(DONE, sequence=sequence, fingerprint=fingerprint))
@@ -254,7 +254,7 @@ class IpcChannel:
             self._around.loop.call_soon(self._go_on)  # it writes nothing more: what is to write behind it may have room
 
     def _event_behind(self, operation: IpcOperation | None) -> Event | None:
-        """Recorded behind all of an operation; None if nothing of it is on the device, or that is broken."""
+        """An event behind all of an operation; None if nothing of it is on the device, or the device is broken."""
         if operation is None or not operation.begun:
             return None
         try:
@@ -297,7 +297,7 @@ class IpcChannel:
             self._around.differs(self._tag, record.sequence, self.ranks[member])
 
     def _is_through(self, member: int, sequence: int) -> None:
-        """`member`, which may be ourselves, neither reads nor writes any more what an operation has in our slots."""
+        """`member`, perhaps this rank, neither reads nor writes our slots for an operation any more."""
         reading = self._reading.get(sequence)
         if reading is not None:
             reading.discard(member)
@@ -305,14 +305,14 @@ class IpcChannel:
                 del self._reading[sequence]
 
     def _go_on(self) -> None:
-        """Move on what may have waited for a slot."""
+        """Move on the operations that may have waited for a slot."""
         for operation in tuple(self._operations.values()):
             operation.pump()
         self._admit()
         self._look()
 
     def _lose(self, member: int, error: BaseException) -> None:
-        """A member is lost or has left: nothing more is read by it, and nothing that needs it can end."""
+        """A member is lost or has left: it reads nothing any more, and no operation that needs it can end."""
         self._has_closed(member)
         self._lost.setdefault(member, error)
         self._reads_no_more(member)
@@ -355,7 +355,7 @@ class IpcChannel:
         self._free_if_closed()
 
     def _look(self) -> None:
-        """Whether that what `shut` waits for has come."""
+        """Tell `shut` if what it waits for has come."""
         quiet = self._quiet
         if quiet is not None and not quiet.done() and not self._watched and (self.closed or not self._reading):
             quiet.set_result(None)

@@ -140,7 +140,7 @@ class IpcOperation:
             tell_queued(self.work, self.last_event)
 
     def _fill(self) -> bool:
-        """Take up further chunks, as many as there are slots; whether any."""
+        """Take up further chunks, as many as there are slots; return whether there were any."""
         before = self._next
         while not self._exhausted and len(self._running) < LARGE_SLOTS:
             chunk = next(self._chunks, None)
@@ -158,14 +158,14 @@ class IpcOperation:
         return SMALL_SLOTS + (self.sequence + index) % LARGE_SLOTS
 
     def _may_go(self, running: _Running) -> bool:
-        """Whether the next stage has all that it waits for."""
+        """Whether the next stage has everything it waits for."""
         stage = running.chunk.stages[running.at]
         if not running.at and running.chunk.writes and not self._slot_is_free(running):
             return False
         return all((member, running.index, running.at - 1) in self._heard for member in stage.wait)
 
     def _slot_is_free(self, running: _Running) -> bool:
-        """Whether all who read the slot before are through with it, and no chunk before has still to write it.
+        """Whether all earlier readers of the slot are through with it, and no earlier chunk has still to write it.
 
         Slots come free in any order: the chunk two after this one may be taken up while this one still waits. And what
         is written goes in the order of operations, as on all other ranks: if this one took a slot that an earlier one

@@ -153,7 +153,7 @@ class CudaIpcPath(DevicePath):
                 self.start(call, work, on_end)
 
     def _is_planned(self, call: Call) -> bool:
-        """Whether it goes through device memory; all ranks say the same."""
+        """Whether a call goes through device memory; all ranks say the same."""
         if call.collective not in PLANNED or call.shares != 1 or isinstance(call.op, CustomOp):
             return False
         if len(self._around.ranks) > MAX_SOURCES:  # as many as one kernel reads

@@ -175,7 +175,7 @@ def _count(runs: Sequence[Extent], chunk_bytes: int) -> int:
 
 
 def _shared(rank: int, source: Extent, readers: Sequence[int], incoming: Sequence[Extent], slot_bytes: int) -> Plan:
-    """One block for all `readers`; `incoming` is where each rank's goes, if it has any for us."""
+    """One block for all `readers`; `incoming` is where each rank's block goes, if that rank has one for us."""
     others = tuple(reader for reader in readers if reader != rank)
     foreign = [NOTHING if other == rank else run for other, run in enumerate(incoming)]
     own = _copy_own(source, incoming[rank]) if incoming[rank].nbytes else ()
@@ -227,7 +227,7 @@ def _private(rank: int, outgoing: Sequence[Extent], incoming: Sequence[Extent], 
 
 
 def _reduce_blocks(rank: int, blocks: Sequence[Extent], target: Extent, op: ReduceOpLike, slot_bytes: int) -> Plan:
-    """Every rank's block of ours, reduced."""
+    """Reduce every rank's block for us into `target`."""
     size = len(blocks)
     quota = _quota(slot_bytes, size)
     scaled = isinstance(op, PremulSum)
@@ -256,7 +256,7 @@ def _one_shot(
     op: ReduceOpLike,
     slot_bytes: int,
 ) -> Plan:
-    """Every reader reduces everything."""
+    """Every reader reduces all vectors."""
     tell = tuple(reader for reader in readers if reader != rank)
     sources = tuple(Place(other, 0) for other in range(size))
     for index in range(_count([source], slot_bytes)):
@@ -319,7 +319,7 @@ def _others(rank: int, size: int) -> tuple[int, ...]:
 
 
 def _put(target: Place, part: Extent, op: ReduceOpLike) -> Move | Combine:
-    """Our contribution, with its own factor: factors may differ between ranks."""
+    """Put our contribution into the slot, with its own factor: factors may differ between ranks."""
     if isinstance(op, PremulSum):
         return Combine(target, (_own(part.pointer),), part.nbytes, op)
     return Move(target, _own(part.pointer), part.nbytes)

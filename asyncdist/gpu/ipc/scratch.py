@@ -144,7 +144,7 @@ def _make_block(runtime: Runtime, device: int, first: bool) -> _Made:
 
 
 def _allocate(runtime: Runtime, device: int, large_bytes: int) -> tuple[Memory, int]:
-    """A block, and the length of its large slots: LARGE_BYTES where memory is too short for more."""
+    """Allocate a block; return it and the length of its large slots: LARGE_BYTES where memory is too short for more."""
     try:
         return runtime.allocate(SMALL_SLOTS * SMALL_BYTES + LARGE_SLOTS * large_bytes, device), large_bytes
     except DistBackendError:
@@ -160,7 +160,7 @@ def _free_made(made: _Made) -> None:
 
 
 def _open_blocks(around: Surroundings, own: Memory, handles: Sequence[bytes], opened: list[int]) -> str:
-    """Open all others' blocks, into `opened`; why not, if that cannot be."""
+    """Open all other ranks' blocks, into `opened`; return why not, if that fails."""
     for rank, handle in enumerate(handles):
         try:
             opened.append(own.pointer if rank == around.rank else around.runtime.ipc_open(handle, around.device))

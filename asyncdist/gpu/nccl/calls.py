@@ -112,14 +112,14 @@ def _reduce_scatter_tensor(call: Call, place: Place) -> None:
 
 
 def _apart_or_own(pointer: int, nbytes: int, whole: Any, offset: int) -> bool:
-    """Whether a block is not empty and either apart from the array of all blocks or its own part of it."""
+    """Whether a block is not empty, and either apart from the array of all blocks or its own part of that array."""
     begin = whole.pointer
     own = begin + offset
     return bool(nbytes) and (pointer == own or pointer + nbytes <= begin or begin + whole.nbytes <= pointer)
 
 
 def _one_of_several(call: Call, place: Place) -> Callable[[], None] | None:
-    """An operation on whole arrays where it is not alone, or has a factor."""
+    """What issues an operation on whole arrays, where it is one of several in a launch or has a factor."""
     op: Any = call.op
     elements: Any = (call.inputs or call.outputs)[0]
     if not elements.size:
@@ -207,7 +207,7 @@ def _move(call: Call, place: Place) -> Callable[[], None] | None:
 
 
 def _same_place(sent: Sequence[Extent], received: Sequence[Extent], rank: int, call: Call) -> bool:
-    """Whether all that they share is a rank's own block, which then stays where it is."""
+    """Whether input and output share at most the rank's own block, which then stays where it is."""
     if not call.collective.startswith(("gather", "scatter")) or not (sent and received):
         return False
     own, others = (sent, received) if len(sent) == 1 else (received, sent)
@@ -217,7 +217,7 @@ def _same_place(sent: Sequence[Extent], received: Sequence[Extent], rank: int, c
 
 
 def _exchange(place: Place, sent: Sequence[Extent], received: Sequence[Extent]) -> None:
-    """Send to and receive from every other rank what is not empty."""
+    """Send every block that is not empty to its rank, and receive those from other ranks."""
     communicator, stream = place.communicator, place.stream
     for peer in range(communicator.size):
         if peer == communicator.rank:

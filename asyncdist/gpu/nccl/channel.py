@@ -167,7 +167,7 @@ class NcclChannel:
                 self._is_launched(operation)
 
     def _unprepared(self, call: Call) -> Set[object]:
-        """What launching `call` needs for the first time, and may block for."""
+        """What launching `call` needs for the first time and may block for."""
         needed: set[object] = {_COMMUNICATOR}
         for one in call.members or (call,):
             needed |= talks_to(one, self._communicators[0])
@@ -187,14 +187,14 @@ class NcclChannel:
         self._go_on()
 
     def _launch_now(self, operation: NcclOperation) -> None:
-        """In a thread."""
+        """Runs in a thread."""
         try:
             self._launch(operation)
         finally:
             self._launch_ended.set()
 
     def _launch(self, operation: NcclOperation) -> None:
-        """Queue everything on the GPU; in the loop's thread or one of its own."""
+        """Queue everything on the GPU; called in the loop's thread or in a thread of its own."""
         call = operation.call
         for scratch in self._scratches:
             scratch.used = 0

@@ -253,7 +253,7 @@ class NcclPath(DevicePath):
 
 
 def _may_share() -> bool:
-    """Whether NCCL is asked although ranks share a GPU."""
+    """Whether NCCL is to be tried although ranks share a GPU."""
     return os.environ.get(SHARED_GPUS) == "1" or bool(os.environ.get(OTHER_HOST))
 
 

@@ -219,7 +219,7 @@ class StagedMessages:
 
 
 async def _oldest(under_way: deque[tuple[asyncio.Future[None], Pinned]]) -> Pinned:
-    """The buffer of the oldest, once that has ended."""
+    """The buffer of the oldest chunk, once that chunk has ended."""
     future, buffer = under_way.popleft()
     await future
     return buffer

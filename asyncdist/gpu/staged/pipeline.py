@@ -151,7 +151,7 @@ class StagedPipeline:
     # The pipeline.
 
     def _available(self, error: BaseException | None) -> None:
-        """There may be a buffer, or there will be none."""
+        """There may be a buffer now, or with `error` there will be none."""
         if error is not None:
             for operation in list(self._operations.values()):
                 self._fail(operation, error)
@@ -228,7 +228,7 @@ class StagedPipeline:
         transfers: Sequence[tuple[int, int, int]],
         then: Callable[[_Operation, _Portion], None],
     ) -> None:
-        """Copy (target, source, bytes), then go on."""
+        """Copy each (target, source, bytes), then call `then`."""
         if not transfers:
             then(operation, portion)
             return
@@ -263,7 +263,7 @@ class StagedPipeline:
             tell_queued(operation.work, event)
 
     def _exchange(self, operation: _Operation, portion: _Portion) -> None:
-        """What goes out is in the buffer: run the host collective."""
+        """The portion is in its buffer: run the host collective."""
         portion.step = _HOST
 
         def ended(_work: CollectiveWork, error: BaseException | None) -> None:
@@ -291,7 +291,7 @@ class StagedPipeline:
         self._end_if_over(operation)
 
     def _release(self, operation: _Operation, portion: _Portion) -> None:
-        """Nothing uses the portion's buffer any more."""
+        """Give the portion's buffer back, which nothing uses any more."""
         if portion in operation.live:
             operation.live.discard(portion)
             portion.slots.give(portion.buffer)
@@ -312,7 +312,7 @@ class StagedPipeline:
             operation.on_end(operation.work, error)
 
     def _stop(self, operation: _Operation) -> None:
-        """Begin nothing more of it; buffers that are being copied are released when that has ended."""
+        """Begin nothing more of an operation; buffers that are being copied are released after the copy."""
         operation.stopped = True
         sequence = operation.work.number
         del self._operations[sequence]
@@ -343,7 +343,7 @@ class StagedPipeline:
 
 
 def _is_small(call: Call, size: int) -> bool:
-    """Whether it fits a small buffer whole; all ranks say the same."""
+    """Whether a call fits a small buffer whole; all ranks say the same."""
     parts: Iterable[Call] = call.members or (call,)
     return call.pieces is None and all(2 * size * part.nbytes <= SMALL_BUFFER_BYTES for part in parts)
 

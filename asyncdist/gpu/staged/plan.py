@@ -89,7 +89,7 @@ def _bind(places: Sequence[tuple[int, int]], buffer: Array, dtype: np.dtype[Any]
 
 
 def _whole(places: Sequence[tuple[int, int]], buffer: Array, dtype: np.dtype[Any], *, writable: bool) -> list[Flat]:
-    """Blocks that follow each other, as one run."""
+    """Blocks that follow each other, as one extent."""
     if not places:
         return []
     first, last = places[0], places[-1]
