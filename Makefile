@@ -17,13 +17,14 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rest torch retest check bench prove sim soak multinode gpu clean
+.PHONY: help demo test test-rest torch retest mistakes check bench prove sim soak multinode gpu clean
 
 help:
 	@echo "make demo       train on handwritten digits with 4 ranks"
 	@echo "make test       run the tests"
 	@echo "make test-rest  run what it leaves out for its time: tests of bench/, the proof of more worlds, long sweeps"
 	@echo "make retest     run alone, five times each, the few tests that failed in it"
+	@echo "make mistakes   plant one mistake after another in a copy of the tree: does a test of its room fail?"
 	@echo "make check      lint, formatting, types"
 	@echo "make bench      measure beside the neighbors that are installed"
 	@echo "make prove      verify every collective plan symbolically, and plant mistakes in them (MUTANTS=40000)"
@@ -77,6 +78,9 @@ $(VENV)/.torch: pyproject.toml | $(VENV)/.dev
 
 retest: $(VENV)/.dev
 	$(BIN)/python tests/retest.py
+
+mistakes: $(VENV)/.dev
+	$(BIN)/python tests/tools/planted_mistakes.py $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check
