@@ -61,6 +61,25 @@ def test_a_loss_reaches_ranks_that_were_not_connected_to_the_lost_one() -> None:
     run_world(5, main, pass_world=True)
 
 
+def test_a_deadline_before_the_first_question_is_kept() -> None:
+    """Those that are late are asked from ASK_S on; a deadline is not looked at only then."""
+    timeout_s = ASK_S / 5
+
+    async def main(group: Group) -> float:
+        await group.barrier()
+        loop = asyncio.get_running_loop()
+        if group.rank == 1:
+            await asyncio.sleep(2 * ASK_S)
+            return timeout_s
+        issued_s = loop.time()
+        with pytest.raises(dist.CollectiveTimeoutError, match="missing: rank 1"):
+            await group.barrier(timeout=timeout_s)
+        return loop.time() - issued_s
+
+    for passed_s in run_world(2, main):
+        assert timeout_s <= passed_s < 2 * timeout_s
+
+
 def test_an_expired_collective_names_the_missing_ranks_everywhere() -> None:
     async def main(group: Group) -> None:
         if group.rank in (1, 3):
