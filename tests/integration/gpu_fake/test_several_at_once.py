@@ -22,6 +22,9 @@ from asyncdist.gpu.ipc import scratch as ipc_scratch
 from asyncdist.gpu.staged import pipeline as staged_pipeline
 
 PATHS = ["nccl", "ipc", "staged"]
+TURNS = [0, 1, 3, 13, *(pytest.param(turns, marks=pytest.mark.thorough) for turns in (2, 5, 8, 30, 100))]
+"""Of the loop, after which the waiting is cancelled."""
+
 every_path = pytest.mark.parametrize("path", PATHS)
 
 
@@ -130,7 +133,7 @@ def test_everything_is_traced(path: str, take: Any, traced: pytest.LogCaptureFix
 
 
 @every_path
-@pytest.mark.parametrize("turns", [0, 1, 2, 3, 5, 8, 13, 30, 100])
+@pytest.mark.parametrize("turns", TURNS)
 def test_waiting_that_is_cancelled_at_any_time(path: str, take: Any, turns: int) -> None:
     """From the first exchange to the end: the operation goes on, and so does what comes after it."""
 
@@ -157,7 +160,7 @@ def test_waiting_that_is_cancelled_at_any_time(path: str, take: Any, turns: int)
 
 
 @every_path
-@pytest.mark.parametrize("turns", [0, 1, 2, 3, 5, 8, 13, 30, 100])
+@pytest.mark.parametrize("turns", TURNS)
 def test_a_receive_that_is_cancelled_at_any_time(path: str, take: Any, turns: int) -> None:
     """Withdrawn, or too late for that: then only the pair's message is lost, and nobody hangs."""
 

@@ -24,6 +24,13 @@ from asyncdist.gpu.staged.path import StagedPath
 from asyncdist.testing.fake_cuda import FakeRuntime
 
 PATHS = (StagedPath, CudaIpcPath)
+PATHS_AND_DTYPES = [
+    pytest.param(path, dtype, marks=[pytest.mark.thorough] * ((place + number) % len(PATHS)))
+    for number, dtype in enumerate(DTYPES)
+    for place, path in enumerate(PATHS)
+]
+"""Paths by turns, and the other one for .ci/run."""
+
 COUNTS = (0, 1, 7, 400, 3000)
 """Nothing, less than a rank's share each, and one and many chunks of the slots below."""
 
@@ -54,8 +61,7 @@ def test_sizes(runtime: FakeRuntime, path: type[DevicePath], size: int, check: C
     run_ranks(size, path, main, runtime)
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("path", "dtype"), PATHS_AND_DTYPES, ids=str)
 def test_dtypes_and_reductions(runtime: FakeRuntime, path: type[DevicePath], dtype: Any) -> None:
     async def main(rank: PathRank) -> None:
         for op in ops_of(dtype):
