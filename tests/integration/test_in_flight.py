@@ -41,7 +41,12 @@ BY_MESSAGES = [{"ASYNCDIST_TRANSPORT": transport} for transport in ("unix", "tcp
 
 @pytest.mark.parametrize(
     ("world_size", "environs"),
-    [(2, [ASLEEP, SPINNING]), (3, [ASLEEP, SPINNING]), (3, BY_MESSAGES), (4, [ASLEEP, SPINNING])],
+    [
+        pytest.param(2, [ASLEEP, SPINNING], marks=pytest.mark.thorough),
+        (3, [ASLEEP, SPINNING]),
+        (3, BY_MESSAGES),
+        pytest.param(4, [ASLEEP, SPINNING], marks=pytest.mark.thorough),
+    ],
 )
 def test_every_collective_in_flight_gets_its_own_values(world_size: int, environs: list[dict[str, str]]) -> None:
     run_ranks(MANY.replace("ENVIRONS", repr(environs)), world_size)

@@ -13,9 +13,11 @@ BUSY_S = 5.0
 """What a machine that runs many tests at once may take longer than it should."""
 SEEDS = (1, 3, 5)
 """With the first the ranks are idle when one of them is killed."""
+FIRST, *OTHERS = zip(SEEDS, TRANSPORTS, strict=True)
+CASES = [FIRST, *(pytest.param(*case, marks=pytest.mark.thorough) for case in OTHERS)]
 
 
 @pytest.mark.slow("kills ranks at many moments")
-@pytest.mark.parametrize(("seed", "transport"), list(zip(SEEDS, TRANSPORTS, strict=True)))
+@pytest.mark.parametrize(("seed", "transport"), CASES)
 def test_survivors_know_who_go_on_and_leave_nothing(seed: int, transport: str) -> None:
     assert not kill(seed, transport, noticed_s=BUSY_S)

@@ -112,7 +112,9 @@ dist.run(main())
 """
 
 
-@pytest.mark.parametrize("transport", ["auto", "shm", "unix", "tcp"])
+@pytest.mark.parametrize(
+    "transport", ["auto", "tcp", *(pytest.param(one, marks=pytest.mark.thorough) for one in ("shm", "unix"))]
+)
 @punctual
 def test_ranks_that_never_spoke_do_everything_when_the_daemon_is_gone(transport: str, tmp_path: Path) -> None:
     for rank in run_without_the_store(EVERYTHING, 8, tmp_path, ASYNCDIST_TRANSPORT=transport):

@@ -130,7 +130,14 @@ async def test_what_was_under_way_is_applied_once(tmp_path: Path, place: str) ->
 
 @pytest.mark.slow("starts a daemon for each instant")
 @pytest.mark.parametrize(
-    ("place", "count"), [("begun", 40), ("written", 60), ("written", 120), ("committed", 90), ("checkpointed", 2)]
+    ("place", "count"),
+    [
+        pytest.param("begun", 40, marks=pytest.mark.thorough),
+        pytest.param("written", 60, marks=pytest.mark.thorough),
+        ("written", 120),
+        ("committed", 90),
+        ("checkpointed", 2),
+    ],
 )
 async def test_a_long_value_that_is_appended_to_survives_any_instant(tmp_path: Path, place: str, count: int) -> None:
     """Before, in and after the commit of a piece, while the journal gives up old pieces, after a checkpoint."""

@@ -154,7 +154,7 @@ dist.run(main())
 """
 
 
-@pytest.mark.parametrize("odd", [0, 1, 2])
+@pytest.mark.parametrize("odd", [0, *(pytest.param(odd, marks=pytest.mark.thorough) for odd in (1, 2))])
 @pytest.mark.parametrize(
     ("setting", "over"),
     [
