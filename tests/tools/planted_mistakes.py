@@ -32,7 +32,7 @@ HANGS_S = 100
 
 
 class Mistake(NamedTuple):
-    """`right`, a text that is there once, becomes `wrong`; `tests` are the room's, in which something must fail."""
+    """`right`, a text that is there once, becomes `wrong`; of `tests`, in pytest's words, one must fail."""
 
     name: str
     right: str
@@ -51,19 +51,19 @@ MISTAKES = (
         "replies released before their commit",
         "        if self._changes.dirty or self._changes.late or self._failed:\n            return self._number\n",
         "        if self._failed:\n            return self._number\n",
-        ("tests/unit/server/test_group_commit.py",),
+        ("tests/unit/server", "-k", "commit or fail"),
     ),
     Mistake(
         "a failed journal ignored",
         "        self._watch_no_more()\n        if error is not None:\n            self._fail(error)\n        else:\n",
         "        self._watch_no_more()\n        if True:\n",
-        ("tests/unit/server/test_group_commit.py",),
+        ("tests/unit/server", "-k", "commit or fail"),
     ),
     Mistake(
         "a lost wake-up of the second waiter for a key",
         "        waiters = list(self._waiters.pop(key, ()))\n",
         "        waiters = list(self._waiters.pop(key, ()))[:1]\n",
-        ("tests/unit/server/test_counters.py", "tests/unit/server/test_waking_many.py"),
+        ("tests/unit/server", "-k", "wak or wait or blocked"),
     ),
     Mistake(
         "a lost wake-up of what came before sleep",
@@ -75,7 +75,7 @@ MISTAKES = (
         "a wrong slice of a long reduction",
         "                self._apply(kind, source[first:last], target[first:last], left)\n",
         "                self._apply(kind, source[: last - first], target[first:last], left)\n",
-        ("tests/unit/collectives/executor", "tests/unit/group/test_express.py"),
+        ("tests/unit/collectives/executor", "tests/unit/group", "-k", "line or parts or long"),
     ),
     Mistake(
         "blocks that begin one too late",
@@ -117,13 +117,13 @@ MISTAKES = (
         "a wrong root",
         "    return position & (position - 1)\n",
         "    return position & (position - 1) if position != 3 else 1\n",
-        ("tests/unit/plan/proof/test_prove.py",),
+        ("tests/unit/plan/proof", "-k", "every_algorithm"),
     ),
     Mistake(
         "a wrong tag match",
         "    return _KEY.pack(group, tag, sequence, slot, channel)\n",
         "    return _KEY.pack(group, tag & 1, sequence, slot, channel)\n",
-        ("tests/unit/transport/protocol", "tests/unit/group/test_pairs.py"),
+        ("tests/unit/transport/protocol",),
     ),
     Mistake(
         "messages of one key that overtake each other",
@@ -153,7 +153,7 @@ MISTAKES = (
         "a short deadline that is late",
         "        if work.deadline_s < at_s:\n            at_s = work.deadline_s\n",
         "",
-        ("tests/unit/group/test_failures.py",),
+        ("tests/unit/group", "-k", "deadline"),
     ),
     Mistake(
         "an expired request that is never answered",
@@ -183,7 +183,7 @@ MISTAKES = (
         "a GPU's stream that is not waited for",
         "        if array.stream is not None and (device, array.stream or LEGACY_STREAM) not in streams:\n",
         "        if array.stream and (device, array.stream or LEGACY_STREAM) in streams:\n",
-        ("tests/integration/gpu_fake/test_streams.py", "tests/unit/gpu"),
+        ("tests/unit/gpu", "tests/integration/gpu_fake", "-k", "stream"),
     ),
 )
 
