@@ -315,7 +315,8 @@ class TCPClient(CoordinatingStore):
         changed = pipeline.on_welcome(welcome)
         if tracing("store"):
             emit("store", "connected", where=self._where, resumed=welcome.resumed, changed=changed)
-        self.lease_keeper.connected()
+        if self._lost:  # before the first connection the daemon can have granted nothing
+            self.lease_keeper.connected()
         self._connection.send()
         if changed:
             info("%s: it came back without its data", self._where)

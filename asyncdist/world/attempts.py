@@ -3,7 +3,7 @@
 | key | set by | meaning |
 | --- | --- | --- |
 | `over` | every rank that finds an attempt over | how many attempts are over: the next one is under way |
-| `alive/<token>` | every process that joins, before it claims a place | there as long as it is connected to the store |
+| `alive/<token>` | every process that joins, before it claims a place | see `presence` |
 | `<attempt>/claim/<rank>` | a process of that rank | which process has the rank's place in that attempt |
 | `<attempt>/ready` | one rank | what became of the attempt, for good |
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, Final, NamedTuple
 
 import msgpack
@@ -65,19 +65,33 @@ class Attempts:
         """The key of this rank's place, and what stands there if this process has it."""
         return self.key(f"claim/{self._rank}"), msgpack.packb([self.token, self._who])
 
-    async def enter(self) -> None:
+    async def enter(self, propose_terms: Callable[[], bytes]) -> bytes:
         """Take this rank's place in the attempt under way, or make that the next one.
 
-        Raises DistError where another process that is alive has the place; who waits in that attempt is told.
+        Returns the terms of that attempt: those that the first process to come has proposed. Raises DistError where
+        another process that is alive has the place; who waits in that attempt is told.
+
+        Requests that do not depend on each other's answers travel together. A process waits for three answers: for its
+        leases, for the number of the attempt, and for its place.
         """
-        await self.appear()
+        await self._attendance.vouch()
+        appeared = self._attendance.appear(self.token)  # before the number is read: held keys do not vanish
         while True:
-            self.number = await self._store.add("over", 0) + 1
-            holder = await self._take_place()
-            end = await self.end()
+            *_, over = await asyncio.gather(*appeared, self._store.add("over", 0))
+            appeared, self.number = [], over + 1
+            key, mine = self.claim
+            # The place comes before the look at the end: an attempt that ends after that look ends with this rank in
+            # it. A process without a place may propose terms as well: its attempt is over, or about to be.
+            made, ended, terms = await asyncio.gather(
+                self._store.compare_set(key, b"", mine),
+                self._store.check([self.key("ready")]),
+                self._store.compare_set(self.key("terms"), b"", propose_terms()),
+            )
+            holder = None if made == mine else _process(made)
+            end = await self.end() if ended else {}
             if not end:
                 if holder is None:
-                    return
+                    return terms
                 if not await self._ends(holder):
                     message = self._taken(holder)
                     await self.fail(message)
@@ -130,18 +144,6 @@ class Attempts:
             return []
         alive = set(await self._store.list_keys("alive/"))
         return [who for token, who in processes if f"alive/{token}" not in alive]
-
-    async def appear(self) -> None:
-        """This process is alive, if the store has leases."""
-        await self._attendance.vouch()
-        if self._attendance.lease is not None:
-            await self._store.set(f"alive/{self.token}", b"", lease=self._attendance.lease)
-
-    async def _take_place(self) -> _Process | None:
-        """Take this rank's place, or say which other process has it."""
-        key, mine = self.claim
-        holder = await self._store.compare_set(key, b"", mine)
-        return None if holder == mine else _process(holder)
 
     async def _has_left(self, holder: _Process) -> bool:
         """Whether the process that has this rank's place is in the world no more."""

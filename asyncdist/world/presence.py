@@ -1,9 +1,10 @@
 """Attendance: which ranks of a world are there, as the store knows, and what those that are not have said.
 
-Three keys of each rank, beside those of the rendezvous:
+Four keys of each process, beside those of the rendezvous:
 
 | key | |
 | --- | --- |
+| `alive/<token>` | the process is connected to the store; set before the process claims a rank's place |
 | `here/<rank>` | there as long as the connection of its process to the store; set before the rank counts as joined |
 | `left/<rank>` | its goodbye: it left in order, or resigned; set before it is not here any more |
 | `words/<rank>` | why it aborted groups, set before its goodbye |
@@ -17,16 +18,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable
-from typing import Final
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any, Final
 
 from asyncdist.concurrency import trace as events
 from asyncdist.errors import DistError
 from asyncdist.store import Lease, Store
 from asyncdist.transport.absence import Absence
+from asyncdist_server.wire.messages import CLIENT_LINGER_S
 
-__all__ = ["HERE_GRACE_S", "LEFT", "RESIGNED", "WORDS_LIMIT_S", "Attendance"]
+__all__ = ["HERE_GRACE_S", "LEFT", "RESIGNED", "WORDS_LIMIT_S", "WORLD_LINGER_S", "Attendance"]
 
+HOLD_GRACE_S: Final = CLIENT_LINGER_S
+"""How long a rank that lost its connection still counts: as long as the store takes it up where it was."""
+WORLD_LINGER_S: Final = 60.0
+"""How long a world without ranks is remembered: those of its next run find its attempt, and no stale addresses."""
 HERE_GRACE_S: Final = 0.001
 """How long a process counts after its connection to the store broke. Its successor may come at once, and must not take
 it for alive; and who was killed is to be named within a second. One whose connection is made anew loses little: if it
@@ -49,23 +55,43 @@ class Attendance:
         self._key = key
         self.lease: Lease | None = None
         """Ends with the connection of this process to the store; None where the store has no leases."""
+        self._hold: Lease | None = None  # outlives a broken connection, so that the world's keys do
 
     async def vouch(self) -> None:
-        """Have a lease from now on, if the store has leases."""
+        """Get the leases of this process, in one round trip, if the store has leases."""
         self.disappear()
         with contextlib.suppress(NotImplementedError):
-            self.lease = await self._store.lease(HERE_GRACE_S, bound=True)
+            graces_s = HOLD_GRACE_S, HERE_GRACE_S
+            grants = [asyncio.ensure_future(self._store.lease(grace_s, bound=True)) for grace_s in graces_s]
+            try:
+                self._hold, self.lease = await asyncio.gather(*grants)
+            except BaseException:
+                for grant in grants:
+                    grant.add_done_callback(_abandon)
+                raise
 
-    async def appear(self) -> None:
-        """Be here from now on, if the store has leases."""
-        if self.lease is not None:
-            await self._store.set(self._key(f"here/{self._rank}"), b"", lease=self.lease)
+    def appear(self, token: str) -> list[Awaitable[Any]]:
+        """Issue that the world's keys live as long as this process, and that the process of that token is alive.
+
+        Nothing is issued where the store has no leases.
+        """
+        if self._hold is None or self.lease is None:
+            return []
+        return [
+            self._store.hold("", self._hold, linger=WORLD_LINGER_S),
+            self._store.set(f"alive/{token}", b"", lease=self.lease),
+        ]
+
+    def arrive(self) -> list[Awaitable[Any]]:
+        """Issue that this rank is here in the attempt under way; nothing where the store has no leases."""
+        return [] if self.lease is None else [self._store.set(self._key(f"here/{self._rank}"), b"", lease=self.lease)]
 
     def disappear(self) -> None:
-        """Be here no more."""
-        lease, self.lease = self.lease, None
-        if lease is not None:
-            lease.abandon()
+        """Hold the keys no longer, and be here no more. Not waited for: who hosts the store may stop it at once."""
+        for lease in (self.lease, self._hold):
+            if lease is not None:
+                lease.abandon()
+        self.lease = self._hold = None
 
     async def has_left(self, rank: int) -> bool:
         """Whether `rank` has said goodbye."""
@@ -98,6 +124,11 @@ class Attendance:
             async for event in watch:
                 if event.kind != "set":
                     yield _rank_of(event.key)
+
+
+def _abandon(grant: asyncio.Future[Lease]) -> None:
+    if not grant.cancelled() and grant.exception() is None:
+        grant.result().abandon()
 
 
 def _rank_of(key: str) -> int:

@@ -14,7 +14,7 @@ Keys, under `world/<group name>/`, beside those of `attempts`:
 | `<attempt>/gone` | the last to leave | nobody needs the store any more |
 
 Where the store has leases, all of these keys vanish `WORLD_LINGER_S` after the last rank has left, or has been without
-a connection for `HOLD_GRACE_S`.
+a connection for `HOLD_GRACE_S`; see `presence`.
 
 A rank needs a constant number of requests however large the world is. Each failure is published under `ready`, so
 that every rank raises it and none waits for its own time-out. A world that has formed needs the store no more: what its
@@ -28,7 +28,7 @@ import contextlib
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -38,12 +38,11 @@ from asyncdist.concurrency import trace as events
 from asyncdist.concurrency.deadline import Deadline
 from asyncdist.concurrency.tasks import telling, uninterrupted
 from asyncdist.errors import ConnectTimeoutError, DistError, DistStoreError, StoreTimeoutError
-from asyncdist.store import Lease, PrefixStore, Store
+from asyncdist.store import PrefixStore, Store
 from asyncdist.transport.addresses.address import PeerAddress
 from asyncdist.world.address_book import AddressBook
 from asyncdist.world.attempts import PUBLISH_LIMIT_S, Attempts, unpacked
 from asyncdist.world.presence import LEFT, RESIGNED, Attendance
-from asyncdist_server.wire.messages import CLIENT_LINGER_S
 
 __all__ = ["WORLD_ID_BYTES", "Met", "Rendezvous"]
 
@@ -56,10 +55,6 @@ STAY_NOTICE_S: Final = 0.5
 """How long the rank that hosts the store waits for the others' goodbyes without a word: together they take less."""
 LOOK_UP_LIMIT_S: Final = 10.0
 """How long asking the store for an address may take: all are there once the world has formed."""
-HOLD_GRACE_S: Final = CLIENT_LINGER_S
-"""How long a rank that lost its connection still counts: as long as the store takes it up where it was."""
-WORLD_LINGER_S: Final = 60.0
-"""How long a world without ranks is remembered: those of its next run find its attempt, and no stale addresses."""
 TELLERS: Final = 2
 """Ranks that say whom they wait for: rank 0, and where that is missing in a standing store, rank 1."""
 ASKED_TOGETHER: Final = 1024
@@ -95,7 +90,6 @@ class Rendezvous:
         self._attempt: asyncio.Task[Met] | None = None
         self._restarted = False
         self._published: dict[str, bytes] = {}
-        self._lease: Lease | None = None
         self._republishing: asyncio.Task[None] | None = None
         self._farewell_s: float | None = None  # what is left of the time for it, once it has begun
         self._looking: set[asyncio.Timeout] = set()
@@ -136,7 +130,7 @@ class Rendezvous:
                     raise
                 await asyncio.sleep(0)  # the news of a restart may be behind the failure it caused
                 if not self._restarted:
-                    self._release()
+                    self.attendance.disappear()
                     raise
                 events.info("%s: the store lost what it knew; joining again", self._who)
             finally:
@@ -145,7 +139,7 @@ class Rendezvous:
     def store_restarted(self) -> None:
         """The store came back without its data: join again, or publish again what the others may ask for."""
         self._restarted = True
-        self._release()
+        self.attendance.disappear()
         if self._attempt is not None:
             self._attempt.cancel()
         elif self._published and self._republishing is None:
@@ -157,13 +151,12 @@ class Rendezvous:
             end = await self._attempts.fail(f"{self._who} gave up joining: it was cancelled")
             if end is not None and "world_id" in end:
                 await self.resign()  # a world was formed, with this rank
-        self._release()
+        self.attendance.disappear()
 
     async def _publish_again(self) -> None:
         try:
-            await self._hold()
-            await self._attempts.appear()
-            await self.attendance.appear()
+            await self.attendance.vouch()
+            await asyncio.gather(*self.attendance.appear(self._attempts.token), *self.attendance.arrive())
             await self._store.compare_set("over", b"", str(self._attempts.number - 1))
             await self._store.multi_set(list(self._published), list(self._published.values()))
         except DistError as error:
@@ -181,16 +174,17 @@ class Rendezvous:
         allow_pickle: bool,
     ) -> Met:
         self._store.set_timeout(deadline.remaining_s(_now()))
-        await self._hold()
         while True:
-            await self._attempts.enter()
+            terms = unpacked(await self._attempts.enter(lambda: self._terms(host, loopback)))
             if self._attempts.before:
                 events.warn("%s waits in a new attempt%s", self._who, self._before())
-            world_id = await self._agree_on_terms(host, loopback)
-            await self._present(options, await self._listen(listen, world_id), allow_pickle)
-            if await self._store.add(self._key("joined"), 1) == self.world_size:
-                await self._conclude(world_id, allow_pickle)
-            end = await self._hear_the_end(deadline)
+            await self._compare(terms, host, loopback)
+            world_id: bytes = terms["world_id"]
+            address = await self._listen(listen, world_id)
+            with self._asked_for_the_end(deadline) as ready:
+                if await self._present(options, address, allow_pickle) == self.world_size:
+                    await self._conclude(world_id, allow_pickle)
+                end = await self._hear_the_end(ready, deadline)
             if "world_id" in end:
                 break
             if "failure" in end:
@@ -211,17 +205,19 @@ class Rendezvous:
             await self._attempts.fail(f"{self._who} cannot be in the world: {error}")
             raise
 
-    async def _present(self, options: dict[str, Any], address: PeerAddress, allow_pickle: bool) -> None:
-        """Say who this rank is and where it listens, and what it allows."""
-        await self.attendance.appear()
+    async def _present(self, options: dict[str, Any], address: PeerAddress, allow_pickle: bool) -> int:
+        """Say who this rank is and where it listens, and what it allows; returns how many ranks have joined then."""
         info: dict[str, Any] = {"who": self._who, "token": self._attempts.token, "address": address.to_bytes()}
         if not self.rank:
             info["options"] = options
         key, packed = self._key(f"info/{self.rank}"), msgpack.packb(info)
         self._published = {key: packed, **dict([self._attempts.claim])}
-        await self._store.set(key, packed)
+        said: list[Awaitable[Any]] = [*self.attendance.arrive(), self._store.set(key, packed)]
         if allow_pickle:
-            await self._store.add(self._key("picklers"), 1)
+            said.append(self._store.add(self._key("picklers"), 1))
+        said.append(self._store.add(self._key("joined"), 1))  # last: whoever counts this rank finds the rest
+        joined: int = (await asyncio.gather(*said))[-1]
+        return joined
 
     async def _conclude(self, world_id: bytes, allow_pickle: bool) -> None:
         """All have come: the world has formed, unless one of them has died waiting."""
@@ -247,13 +243,23 @@ class Rendezvous:
         parts = [keys[first : first + ASKED_TOGETHER] for first in range(0, len(keys), ASKED_TOGETHER)]
         return [value for part in await asyncio.gather(*map(self._store.multi_get, parts)) for value in part]
 
-    async def _hear_the_end(self, deadline: Deadline) -> dict[str, Any]:
+    @contextlib.contextmanager
+    def _asked_for_the_end(self, deadline: Deadline) -> Iterator[asyncio.Future[bytes]]:
+        """Ask what becomes of this attempt before what is inside is answered, so that one write carries both."""
+        ready = asyncio.ensure_future(self._store.get(self._key("ready"), timeout=deadline.remaining_s(_now())))
+        ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())  # what is inside may fail first
+        try:
+            yield ready
+        finally:
+            ready.cancel()
+
+    async def _hear_the_end(self, asked: asyncio.Future[bytes], deadline: Deadline) -> dict[str, Any]:
         """Wait for what becomes of this attempt. Raises ConnectTimeoutError where that takes too long."""
         ready: bytes | None = None
         hearing = None if self.on_hosted is None else asyncio.create_task(self._hear_who_hosts(self.on_hosted))
         try:
             with contextlib.suppress(StoreTimeoutError), telling(lambda: self._tell_who_is_missing(deadline)):
-                ready = await self._store.get(self._key("ready"), timeout=deadline.remaining_s(_now()))
+                ready = await asked
         finally:
             if hearing is not None:
                 hearing.cancel()
@@ -264,20 +270,6 @@ class Rendezvous:
             options = unpacked(await self._store.get(self._key("info/0"), timeout=None)).get("options")
             if isinstance(options, dict) and options.get("rank 0 hosts") is True:
                 on_hosted()
-
-    async def _hold(self) -> None:
-        """Let the world's keys live as long as this rank does, where the store can."""
-        with contextlib.suppress(NotImplementedError):
-            if self._lease is None or self._lease.lost:
-                self._lease = await self._store.lease(HOLD_GRACE_S, bound=True)
-            await self._store.hold("", self._lease, linger=WORLD_LINGER_S)
-
-    def _release(self) -> None:
-        """Hold the keys no longer, and be here no more. Not waited for: who hosts the store may stop it at once."""
-        self.attendance.disappear()
-        lease, self._lease = self._lease, None
-        if lease is not None:
-            lease.abandon()
 
     async def addresses(self, ranks: Sequence[int]) -> dict[int, PeerAddress]:
         """Where `ranks` listen. What this rank was not told yet it asks the store for, all in one request, bounded.
@@ -352,14 +344,14 @@ class Rendezvous:
                 # follow, as closing the store would wait for its answer.
                 said.append(asyncio.ensure_future(self._store.set(self._key(f"left/{self.rank}"), goodbye)))
                 said.append(asyncio.ensure_future(self._store.add(self._key("left"), 1)))
-                self._release()
+                self.attendance.disappear()
                 _, count = await asyncio.gather(*said)
                 if count == self.world_size:
                     await self._clean_up()
         except (DistError, TimeoutError) as error:
             events.info("%s could not say goodbye in the store: %s", self._who, error)
         finally:
-            self._release()
+            self.attendance.disappear()
 
     async def resign(self) -> None:
         """Leave a world that was formed, but that this rank cannot be in: whoever looks for it is told so at once."""
@@ -396,8 +388,8 @@ class Rendezvous:
     def _key(self, name: str) -> str:
         return self._attempts.key(name)
 
-    async def _agree_on_terms(self, host: str, loopback: bool) -> bytes:
-        """Compare this rank with the first that came; returns the id that the world is to have."""
+    def _terms(self, host: str, loopback: bool) -> bytes:
+        """The id that the world is to have if this rank comes first, and what the other ranks are compared with."""
         mine = {
             "world_id": secrets.token_bytes(WORLD_ID_BYTES),
             "world_size": self.world_size,
@@ -405,7 +397,11 @@ class Rendezvous:
             "loopback": loopback,
             "who": self._who,
         }
-        theirs = unpacked(await self._store.compare_set(self._key("terms"), b"", msgpack.packb(mine)))
+        packed: bytes = msgpack.packb(mine)
+        return packed
+
+    async def _compare(self, theirs: dict[str, Any], host: str, loopback: bool) -> None:
+        """Compare this rank with the first that came. Raises DistError, on every rank, where they contradict."""
         message = None
         if theirs["world_size"] != self.world_size:
             message = (
@@ -421,8 +417,6 @@ class Rendezvous:
         if message is not None:
             await self._attempts.fail(message)
             raise DistError(message)
-        world_id: bytes = theirs["world_id"]
-        return world_id
 
     async def _give_up(self) -> dict[str, Any]:
         """The time is over: name who is missing, tell everybody, unless the decision came meanwhile."""

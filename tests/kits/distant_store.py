@@ -1,4 +1,7 @@
-"""DistantStore: a store whose verbs take time there and back, so that those of several ranks interleave."""
+"""DistantStore: a store whose verbs take time there and back, so that those of several ranks interleave.
+
+As on one connection, the verbs of one client arrive in the order in which they are called.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,9 @@ class DistantStore(Store):
         shared = near._shared
         shared.engine.close(near._client, 0.0)
         near._client = shared.engine.open("", near._deliver, client_id=secrets.token_bytes(16))  # may come back
+        self.called: list[str] = []
+        """The verbs that were called, in order."""
+        self._ahead: asyncio.Future[None] | None = None  # ends when the verb that was called last has arrived
 
     def set_timeout(self, timeout: Any) -> None:
         super().set_timeout(timeout)
@@ -40,11 +46,26 @@ class DistantStore(Store):
 
 
 def _distant(name: str) -> Callable[..., Awaitable[Any]]:
-    async def verb(self: DistantStore, *arguments: Any, **options: Any) -> Any:
-        await self.travel()
-        result = await getattr(self.near, name)(*arguments, **options)
-        await self.travel()
-        return result
+    def verb(self: DistantStore, *arguments: Any, **options: Any) -> asyncio.Task[Any]:
+        loop = asyncio.get_running_loop()
+        ahead, arrived = self._ahead, loop.create_future()
+        self._ahead = arrived
+        self.called.append(name)
+
+        async def carried() -> Any:
+            await self.travel()
+            if ahead is not None:
+                await asyncio.wait([ahead])
+            answer = asyncio.ensure_future(getattr(self.near, name)(*arguments, **options))
+            await asyncio.sleep(0)  # a coroutine has been issued then
+            arrived.set_result(None)
+            result = await answer
+            await self.travel()
+            return result
+
+        task = loop.create_task(carried())
+        task.add_done_callback(lambda _: None if arrived.done() else arrived.set_result(None))  # cancelled on the way
+        return task
 
     return verb
 

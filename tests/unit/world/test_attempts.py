@@ -226,8 +226,9 @@ async def test_attempts_that_failed_leave_little_behind() -> None:
 async def test_a_slow_rank_still_hears_what_became_of_its_attempt() -> None:
     """Two attempts have failed since, each of which swept what was left of the one before."""
     async with HashStore() as daemon:
-        slow = Rendezvous(daemon.clone(), 2, 3)._attempts
-        await slow.enter()
+        rendezvous = Rendezvous(daemon.clone(), 2, 3)
+        slow = rendezvous._attempts
+        await slow.enter(lambda: rendezvous._terms("a", True))
         for _ in range(2):
             await failed(Process(daemon, 0, 3), Process(daemon, 1, 3))
         assert "failure" in await slow.end()

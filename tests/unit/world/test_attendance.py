@@ -21,7 +21,7 @@ async def test_who_is_here_who_left_and_who_is_gone() -> None:
         ranks = [attendance(store, rank) for rank in range(4)]
         for rank in ranks:
             await rank.vouch()
-            await rank.appear()
+            await asyncio.gather(*rank.arrive())
         await store.set("world/left/1", LEFT)
         await store.set("world/left/2", RESIGNED)
         for rank in ranks[1:]:
@@ -41,12 +41,12 @@ async def test_those_gone_before_are_told_first_then_each_as_it_goes() -> None:
         ranks = [attendance(store, rank) for rank in range(4)]
         for rank in ranks[1:]:
             await rank.vouch()
-            await rank.appear()
+            await asyncio.gather(*rank.arrive())
         told = ranks[1].absences()
         assert await anext(told) == 0
         coming = asyncio.ensure_future(anext(told))
         await ranks[0].vouch()
-        await ranks[0].appear()  # is no absence
+        await asyncio.gather(*ranks[0].arrive())  # is no absence
         ranks[3].disappear()
         assert await coming == 3
         ranks[2].disappear()
@@ -58,7 +58,7 @@ async def test_a_store_without_leases_knows_nothing(tmp_path: Path) -> None:
     async with FileStore(str(tmp_path / "store")) as store:
         rank = attendance(store, 0)
         await rank.vouch()
-        await rank.appear()
+        await asyncio.gather(*rank.arrive())
         assert await rank.words_of(1) == (b"", Absence.NONE)
         with pytest.raises(NotImplementedError):
             await anext(rank.absences())

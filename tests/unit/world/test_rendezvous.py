@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -18,14 +19,13 @@ from asyncdist.store import HashStore, PrefixStore, Store
 from asyncdist.testing.loop import VirtualTimeLoop
 from asyncdist.transport.absence import Absence
 from asyncdist.transport.addresses.address import PeerAddress
-from asyncdist.world.presence import WORDS_LIMIT_S
+from asyncdist.world.presence import WORDS_LIMIT_S, WORLD_LINGER_S
 from asyncdist.world.rendezvous import (
     AWAY_LIMIT_S,
     GOODBYE_LIMIT_S,
     PUBLISH_LIMIT_S,
     STAY_NOTICE_S,
     WORLD_ID_BYTES,
-    WORLD_LINGER_S,
     Met,
     Rendezvous,
 )
@@ -181,20 +181,21 @@ async def test_a_rank_that_gives_up_is_named_to_those_who_wait_at_once() -> None
         assert one.cancelled()
 
 
+async def persist(store: Store, rank: int, size: int) -> bytes:
+    """Join until everybody is there; who resigned from a world that was formed is not."""
+    for _ in range(4):
+        rendezvous = Rendezvous(store, rank, size)
+        with contextlib.suppress(DistError):
+            met = await join(rendezvous)
+            with contextlib.suppress(DistError):  # as they do that never hear from one that has resigned
+                await store.barrier(met.world_id.hex(), size, 1.0)
+                return met.world_id
+            await rendezvous.leave()
+    raise AssertionError(f"rank {rank} never got in")
+
+
 @virtually
 async def test_a_rank_cancelled_at_any_await_can_join_again() -> None:
-    async def persist(store: Store, rank: int, size: int) -> bytes:
-        """Join until everybody is there; who resigned from a world that was formed is not."""
-        for _ in range(4):
-            rendezvous = Rendezvous(store, rank, size)
-            with contextlib.suppress(DistError):
-                met = await join(rendezvous)
-                with contextlib.suppress(DistError):  # as they do that never hear from one that has resigned
-                    await store.barrier(met.world_id.hex(), size, 1.0)
-                    return met.world_id
-                await rendezvous.leave()
-        raise AssertionError(f"rank {rank} never got in")
-
     async def interrupted(cut: Cut, store: Store, size: int) -> None:
         first = Rendezvous(store, 0, size)
         attempt = first._join
@@ -223,16 +224,56 @@ async def test_a_rank_cancelled_at_any_await_can_join_again() -> None:
                 for other in others:
                     other.cancel()
                 await asyncio.gather(*others, return_exceptions=True)
-        assert cut.at > 10
+        assert cut.at > 5
+
+
+@virtually
+async def test_a_rank_cancelled_at_any_time_can_join_again() -> None:
+    """Also while requests are on their way there, and their answers on their way back."""
+    for size in (1, 2):
+        at, ended = 0.0, False
+        while not ended:
+            at += 0.0002
+            async with HashStore() as near:
+                store = DistantStore(near, random.Random(at))  # type: ignore[abstract] # its verbs are made there
+                others = [asyncio.create_task(persist(store, rank, size)) for rank in range(1, size)]
+                task = join(Rendezvous(store, 0, size))
+                await asyncio.wait([task], timeout=at)
+                ended = task.done()
+                task.cancel()
+                await asyncio.wait([task])
+                if task.cancelled():
+                    met = await asyncio.gather(persist(store, 0, size), *others)
+                    assert len(set(met)) == 1
+                for other in others:
+                    other.cancel()
+                await asyncio.gather(*others, return_exceptions=True)
+        assert at > 0.003
+
+
+@virtually
+async def test_the_last_rank_waits_for_four_answers_of_the_store() -> None:
+    """What does not depend on an answer is asked together; one that comes earlier decides nothing, and asks no more."""
+    async with HashStore() as near:
+        loop = asyncio.get_running_loop()
+        early = join(Rendezvous(DistantStore(near.clone()), 0, 2))  # type: ignore[abstract] # its verbs are made there
+        await asyncio.sleep(1)
+        store = DistantStore(near.clone())  # type: ignore[abstract] # its verbs are made there
+        began_s = loop.time()
+        last = join(Rendezvous(store, 1, 2))
+        await early
+        asked = 4 + 3  # the last one reads who has come, looks whether all live, and decides
+        assert loop.time() - began_s == pytest.approx(asked * 0.002)
+        await last
 
 
 @virtually
 async def test_different_world_sizes_are_an_error_on_every_rank() -> None:
     async with HashStore() as near:
         store = DistantStore(near)  # type: ignore[abstract] # its verbs are made there
-        texts = await failures(
-            join(Rendezvous(store, 0, 2)), join(Rendezvous(store, 1, 3)), join(Rendezvous(store, 2, 3))
-        )
+        first = join(Rendezvous(store, 0, 2))
+        await asyncio.sleep(0.1)
+        texts = await failures(first, join(Rendezvous(store, 1, 3)), join(Rendezvous(store, 2, 3)))
         assert all("was started with world_size 3, but rank 0" in text for text in texts)
         assert asyncio.get_running_loop().time() < 1
 
