@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import random
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from mesh_world import World, received, world
@@ -18,7 +19,7 @@ from asyncdist.transport.addresses.address import PeerAddress
 from asyncdist.transport.connections import link
 from asyncdist.transport.connections.handshake import Handshake
 from asyncdist.transport.connections.link import LinkState
-from asyncdist.transport.protocol.hello import ListenerHello
+from asyncdist.transport.protocol.hello import DialerHello, ListenerHello
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "unix", "tcp"])
 
@@ -94,6 +95,50 @@ async def test_higher_rank_wins_when_the_lower_dials_in_vain(lower: str, monkeyp
             assert [await received(future) for future in incoming] == [b"from 1", b"from 0"]
             assert_within(made.config.hello_timeout_s, time.monotonic() - started)  # the first hello was accepted
             assert dialed_by(made) == 1
+
+
+@pytest.mark.parametrize("the_peer", ["confirms", "gives up"])
+async def test_a_look_up_that_fails_ends_no_link_whose_peer_was_answered(
+    the_peer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peer may count on its connection already; if that comes to nothing, its address is looked up again."""
+    async with world(2) as made:
+        zero, one = made.ranks
+        asked: list[Sequence[int]] = []
+        failing, unread = asyncio.Event(), list[Handshake[DialerHello]]()
+        readable = Handshake._readable
+
+        async def resolve(ranks: Sequence[int]) -> dict[int, PeerAddress]:
+            asked.append(ranks)
+            if len(asked) > 1:
+                return made.addresses
+            await failing.wait()
+            raise ConnectionError("the store is away")
+
+        def unread_once(self: Handshake[DialerHello]) -> None:
+            """Leave the answer of rank 0 unread for now."""
+            if isinstance(self.hello, DialerHello) and to_one.answering and not unread:
+                unread.append(self)
+            if self not in unread:
+                readable(self)
+
+        zero.mesh._resolve = resolve
+        monkeypatch.setattr(Handshake, "_readable", unread_once)
+        incoming = [zero.receive(1), one.receive(0)]
+        zero.send(1, b"from 0")
+        to_one = zero.mesh._links[1]
+        await eventually(lambda: asked)
+        one.send(0, b"from 1")
+        await eventually(lambda: unread)
+        failing.set()
+        await eventually(lambda: not [task for task in zero.mesh._tasks if "resolve" in task.get_name()])
+        assert to_one.state is LinkState.CONNECTING
+        (handshake,) = unread
+        if the_peer == "gives up":
+            handshake._fail(ConnectionResetError("injected"))
+            await eventually(lambda: len(asked) == 2)
+        unread[:] = [None]  # type: ignore[list-item] # all are read from now on
+        assert [await received(future) for future in incoming] == [b"from 1", b"from 0"]
 
 
 @contextlib.contextmanager
