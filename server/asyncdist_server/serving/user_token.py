@@ -47,9 +47,12 @@ def make_user_token() -> str:
     Raises ValueError, which says where it cannot be and what to do.
     """
     try:
-        with _folder(make=True) as folder:
+        with _folder(user_token_path().parent, make=True) as folder:
             with contextlib.suppress(FileNotFoundError):
                 return _read(folder)
+            found = find_user_token()  # a daemon that saw no runtime directory has put it elsewhere
+            if found is not None:
+                return found
             draft = f"{_FILE}.{secrets.token_hex(8)}"
             file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=folder)
             try:
@@ -69,27 +72,33 @@ def make_user_token() -> str:
 
 
 def find_user_token() -> str | None:
-    """Return this user's token, None if there is none or it cannot be trusted."""
-    try:
-        with _folder(make=False) as folder:
+    """Return this user's token, None if there is none or it cannot be trusted.
+
+    All places are searched: a daemon that was started outside a session may have seen no runtime directory.
+    """
+    for path in _places():
+        with contextlib.suppress(OSError, ValueError), _folder(path) as folder:
             return _read(folder)
-    except (OSError, ValueError):
-        return None
+    return None
 
 
 def user_token_path() -> Path:
-    """Return where this user's token is: in the runtime directory, else in a directory of the user's in /tmp."""
+    """Return where this user's token is made: in the runtime directory, else in a directory of the user's in /tmp."""
+    return next(_places()) / _FILE
+
+
+def _places() -> Iterator[Path]:
+    """The directories where this user's token may be, the one where it is made first."""
     user = os.geteuid()
     for place in (os.environ.get("XDG_RUNTIME_DIR"), RUNTIME / str(user)):
         if place and _is_private(place):
-            return Path(place, "asyncdist", _FILE)
-    return TEMPORARY / f"asyncdist-{user}" / _FILE
+            yield Path(place, "asyncdist")
+    yield TEMPORARY / f"asyncdist-{user}"
 
 
 @contextlib.contextmanager
-def _folder(*, make: bool) -> Iterator[int]:
-    """A descriptor of the directory of the token: checked, and from then on the same one whatever its name means."""
-    path = user_token_path().parent
+def _folder(path: Path, *, make: bool = False) -> Iterator[int]:
+    """A descriptor of that directory: checked, and from then on the same one whatever its name means."""
     if make:
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)

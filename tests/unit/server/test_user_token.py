@@ -92,6 +92,20 @@ def test_a_runtime_directory_that_is_not_there_is_not_used(runtime: Path, tmp_pa
     assert user_token_path().parent.parent == tmp_path / "tmp"
 
 
+@pytest.mark.parametrize("then", ["no runtime directory", "one without the variable"])
+def test_a_token_that_a_daemon_made_elsewhere_is_found(
+    runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    """The daemon was started outside a session, and saw another runtime directory or none."""
+    if then == "one without the variable":
+        (tmp_path / "run" / str(os.geteuid())).mkdir(mode=0o700, parents=True)
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    token = make_user_token()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    assert find_user_token() == token
+    assert make_user_token() == token  # so that the next daemon does not part from the first
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
 @pytest.mark.parametrize("whose", ["runtime", "directory", "file"])
 def test_nothing_of_another_user_is_believed(runtime: Path, tmp_path: Path, whose: str) -> None:
