@@ -100,16 +100,20 @@ class ReduceOp(enum.Enum):
         `name` (the function's by default) is what ranks compare; all must also say the same of `commutative`. Make the
         operation once and keep it: what is prepared for a call is kept by operation.
 
-        Raises TypeError if `function` cannot be called or hashed, or `name` is no str.
+        Raises TypeError if `function` cannot be called or hashed, or `name` is no str, and ValueError for a name that
+        UTF-8 cannot hold (a lone surrogate).
         """
         if not callable(function):
             raise TypeError(f"function must be callable, not {type(function).__name__}")
         hash(function)
         if name is not None and not isinstance(name, str):
             raise TypeError(f"name must be a str, not {type(name).__name__}")
-        return CustomOp(
-            function, bool(commutative), name or str(getattr(function, "__name__", type(function).__name__))
-        )
+        name = name or str(getattr(function, "__name__", type(function).__name__))
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"name must be text that UTF-8 can hold, got {name!r}") from None
+        return CustomOp(function, bool(commutative), name)
 
     def __repr__(self) -> str:
         return f"ReduceOp.{self.name}"

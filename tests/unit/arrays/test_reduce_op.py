@@ -28,3 +28,9 @@ def test_all_else_is_no_factor(factor: object) -> None:
         ReduceOp.PREMUL_SUM(factor)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="takes no factor"):
         ReduceOp.SUM(factor)  # type: ignore[arg-type]
+
+
+def test_a_name_that_no_rank_can_be_told_is_refused() -> None:
+    for name in ("\udc80", "half of \ud83d"):
+        with pytest.raises(ValueError, match=r"name must be text that UTF-8 can hold, got '.*\\ud"):
+            ReduceOp.custom(max, name=name)
