@@ -7,6 +7,7 @@ before it arrives. This makes a wait on n keys cost O(n) in all, and every wake-
 from __future__ import annotations
 
 import heapq
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Final, Protocol
 
 from asyncdist_server.wire.codes import GET, OK, WAIT
@@ -19,6 +20,8 @@ WAITER_BYTES: Final = 780
 kind: alone with its key, and with a time-out)."""
 WOKEN_AT_ONCE: Final = 128
 """How many waiters of a key are answered in one go: a millisecond or two, with a connection for each of them."""
+MANY_WAITERS: Final = 64
+"""With more waiters than this on one key, the first is found by its link: a dict looks past all that were removed."""
 COMPACT_AFTER: Final = 1024
 """Dead entries are swept from the heap of deadlines when there are more of them than this and than live ones."""
 
@@ -131,6 +134,8 @@ class WaitList:
         waiters = self._waiters.get(key)
         if not waiters:
             return None
+        if len(waiters) > MANY_WAITERS and not isinstance(waiters, OrderedDict):
+            waiters = self._waiters[key] = OrderedDict(waiters)
         first = next(iter(waiters))
         self.discard(first)
         return first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import tracemalloc
 
 import msgpack
@@ -10,6 +11,7 @@ import pytest
 
 from asyncdist_server.engine.coordination import MAX_WAITS
 from asyncdist_server.engine.engine import StoreEngine
+from asyncdist_server.engine.waiters import Waiter, WaitList
 from asyncdist_server.ops.metrics import collect
 from asyncdist_server.serving.config import ServerConfig
 from asyncdist_server.serving.daemon import StoreServer
@@ -55,6 +57,21 @@ def test_those_that_wait_longest_are_shown_in_order_whatever_they_wait_for(every
     each = 2 if everywhere else 1
     assert waited_ms == [1000 * (count - 1 - index // each) for index in range(MAX_WAITS)]
     assert {row[3] for row in rows} == ({"job", "other"} if everywhere else {"job"})
+
+
+def test_each_of_many_waiters_of_a_queue_is_found_at_once() -> None:
+    """A look past all that have gone before takes half a minute of the daemon's time."""
+    waiting, count = WaitList(), 200_000
+    client = StoreEngine(b"i" * 16).open("job", lambda reply: None)
+    for number in range(count):
+        waiting.add(Waiter(client, number, m.QUEUE_POP, (b"q",), None))
+    began_s = time.process_time()
+    for number in range(count):
+        first = waiting.take_first(b"q")
+        assert first is not None
+        assert first.request_id == number
+    assert time.process_time() - began_s < 3
+    assert b"q" not in waiting
 
 
 async def test_metrics_look_at_no_single_client(monkeypatch: pytest.MonkeyPatch) -> None:
