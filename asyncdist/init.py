@@ -266,7 +266,7 @@ async def _join(
         mesh = make_mesh(method.rank, method.world_size, world_id, secret, rendezvous.addresses, world, config)
         world.host, world.mesh, worlds[:] = host, mesh, [world]
         mesh.hear_out = world.hear_out
-        mesh.absences = rendezvous.attendance.absences
+        mesh.absences = rendezvous.presence.absences
         return await mesh.listen(reachable.ips, accept=False)
 
     try:

@@ -175,7 +175,7 @@ def _launch(config: LaunchConfig) -> int:
 def _config(script: str, args: tuple[str, ...], options: dict[str, Any]) -> LaunchConfig:
     """Turn options and environment into a checked LaunchConfig; raises click's errors."""
     from asyncdist.concurrency.trace import misspelt
-    from asyncdist.store.tls_config import load_tls
+    from asyncdist.store.credentials import load_tls
     from asyncdist_server.wire.auth import load_token
 
     environ = os.environ

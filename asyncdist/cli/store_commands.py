@@ -18,7 +18,7 @@ from asyncdist.cli.store_observe_commands import namespaces_command, status_comm
 from asyncdist.errors import DistError
 from asyncdist.launch.config import Endpoint, parse_endpoint
 from asyncdist.store import Store, TCPStore, TLSConfig
-from asyncdist.store.tls_config import load_tls
+from asyncdist.store.credentials import load_tls
 from asyncdist_server.wire.auth import load_token, read_token_file
 
 __all__ = ["store_group"]

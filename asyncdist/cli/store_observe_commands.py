@@ -11,7 +11,7 @@ import click
 
 from asyncdist.cli.key_argument import key_argument, key_text
 from asyncdist.cli.printable import printable
-from asyncdist.store.store_observer import StoreObserver
+from asyncdist.store.tcp_store import StoreObserver
 
 if TYPE_CHECKING:
     from asyncdist.cli.store_commands import Target

@@ -1,6 +1,6 @@
 """Spinning: how long a task may look for what it awaits before it goes to sleep, and when it stops trying.
 
-What looks: `transport.spin` at shared memory and sockets of this host, `store.lookout` for the daemon's replies,
+What looks: `transport.spin` at shared memory and sockets of this host, `store.reply` for the daemon's replies,
 `gpu.cuda_events` at the GPU.
 """
 

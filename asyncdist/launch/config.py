@@ -15,7 +15,7 @@ from asyncdist.launch.log_spec import LogSpec
 from asyncdist.launch.signals import ENDING
 
 if TYPE_CHECKING:
-    from asyncdist.store.tls_config import TLSConfig
+    from asyncdist.store.credentials import TLSConfig
 
 __all__ = [
     "DEFAULT_GRACE_S",

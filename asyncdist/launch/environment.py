@@ -10,7 +10,7 @@ from typing import Final
 
 from asyncdist.errors import LaunchError
 from asyncdist.launch.config import Endpoint
-from asyncdist.store.tls_config import TLS_VARIABLES
+from asyncdist.store.credentials import TLS_VARIABLES
 
 __all__ = ["NodePlace", "line_prefix", "own_device", "worker_environment"]
 

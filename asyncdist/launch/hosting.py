@@ -27,8 +27,8 @@ from asyncdist_server.wire.auth import (
 
 if TYPE_CHECKING:
     from asyncdist.store.base import Store
+    from asyncdist.store.credentials import TLSConfig
     from asyncdist.store.tcp_store import TCPStore
-    from asyncdist.store.tls_config import TLSConfig
     from asyncdist_server import ThreadedServer
 
 __all__ = ["LAUNCHERS_NAMESPACE", "StorePlace", "find_or_host", "open_store", "probe_store", "with_run_token"]
@@ -116,7 +116,7 @@ async def _host_if_ours(
 
     None if it is another machine's, or a store answers there already.
     """
-    from asyncdist.store.hosting import serve_off_loop
+    from asyncdist.store.tcp_store import serve_off_loop
 
     address = await _bind_address(endpoint, nnodes)
     if token is None and not _only_here(address):

@@ -61,7 +61,7 @@ class LinkHost:
 
     async def place(self) -> LinkPlace:
         """Start the store, unless it runs; return where it is. Raises LaunchError if it cannot be hosted."""
-        from asyncdist.store.hosting import serve_off_loop
+        from asyncdist.store.tcp_store import serve_off_loop
         from asyncdist.transport.addresses.address import local_address
 
         if self._place is None:

@@ -12,8 +12,7 @@ from asyncdist.errors import StoreTimeoutError
 from asyncdist_server.wire.key_text import shown
 
 if TYPE_CHECKING:
-    from asyncdist.store.lease import Lease
-    from asyncdist.store.lock import Lock
+    from asyncdist.store.lease import Lease, Lock
     from asyncdist.store.member import Membership
     from asyncdist.store.watch import Watch
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from asyncdist.errors import DistStoreError
-from asyncdist.store.tls_config import TLSConfig, context_and_name
+from asyncdist.store.credentials import TLSConfig, context_and_name
 from asyncdist_server.serving.sockets import is_loopback
 from asyncdist_server.serving.user_token import find_user_token
 from asyncdist_server.wire.auth import (

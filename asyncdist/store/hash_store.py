@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Self
 from asyncdist.concurrency.deadline import Timeout
 from asyncdist.errors import ClosedError
 from asyncdist.store.base import DEFAULT_STORE_TIMEOUT_S
-from asyncdist.store.coordinating_store import CoordinatingStore
 from asyncdist.store.reply import WAITING, Reply, settle, timeout_ms, undoing
+from asyncdist.store.request_store import CoordinatingStore
 from asyncdist_server.clock import exact_clock
 from asyncdist_server.engine.engine import StoreEngine
 from asyncdist_server.wire import messages

@@ -24,7 +24,7 @@ from asyncdist_server.wire import messages
 from asyncdist_server.wire.key_text import shown
 
 if TYPE_CHECKING:
-    from asyncdist.store.coordinating_store import CoordinatingStore
+    from asyncdist.store.request_store import CoordinatingStore
 
 __all__ = ["DEFAULT_SETTLE_S", "MemberEvent", "Membership"]
 

@@ -16,8 +16,7 @@ from typing import Any, Final
 from asyncdist.concurrency.spin import spin_us_from_environ
 from asyncdist.errors import DistStoreError, StoreLimitError, StoreTimeoutError
 from asyncdist.store.arguments import decoded_key
-from asyncdist.store.lookout import Lookout
-from asyncdist.store.reply import TAKING, WAITING, Reply, describe, end_quietly, settle, timeout_ms, undoing
+from asyncdist.store.reply import TAKING, WAITING, Lookout, Reply, describe, end_quietly, settle, timeout_ms, undoing
 from asyncdist_server.wire import messages
 
 __all__ = ["EXPIRY_GRACE_S", "Pipeline", "StoppingError"]

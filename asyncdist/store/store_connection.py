@@ -14,7 +14,7 @@ from typing import Final
 
 from asyncdist.concurrency.loop import forget_closed
 from asyncdist.store.byte_stream import ByteStream, StoreRefusedError, open_stream, prove
-from asyncdist.store.tls_config import TLSConfig
+from asyncdist.store.credentials import TLSConfig
 from asyncdist_server.wire.auth import AuthenticationError, ClientHandshake, Refusal, http_answer
 from asyncdist_server.wire.messages import (
     CLIENT_ID_BYTES,

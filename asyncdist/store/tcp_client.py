@@ -16,12 +16,12 @@ from asyncdist.concurrency.loop import prepare_fork
 from asyncdist.concurrency.tasks import telling, uninterrupted
 from asyncdist.concurrency.trace import emit, info, tracing, warn
 from asyncdist.errors import ClosedError, ConnectTimeoutError, DistError, DistStoreError
-from asyncdist.store.coordinating_store import CoordinatingStore
+from asyncdist.store.credentials import TLSConfig
 from asyncdist.store.fork_safety import close_in_forked_child
 from asyncdist.store.pipeline import Pipeline, StoppingError
 from asyncdist.store.reply import Reply
+from asyncdist.store.request_store import CoordinatingStore
 from asyncdist.store.store_connection import Connection, StoreRefusedError, Trouble, ask_for_http, client_name, dial
-from asyncdist.store.tls_config import TLSConfig
 from asyncdist_server.serving.sockets import format_address
 from asyncdist_server.wire import messages
 

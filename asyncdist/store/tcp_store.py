@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import ssl
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Self
 
+import asyncdist_server
 from asyncdist.concurrency.deadline import Deadline, Timeout
 from asyncdist.concurrency.tasks import uninterrupted
-from asyncdist.errors import StoreTimeoutError
+from asyncdist.errors import DistStoreError, StoreTimeoutError
 from asyncdist.store.base import DEFAULT_STORE_TIMEOUT_S
-from asyncdist.store.credentials import FROM_ENVIRONMENT, GivenTLS, GivenToken, credentials
-from asyncdist.store.hosting import host_store
+from asyncdist.store.credentials import FROM_ENVIRONMENT, GivenTLS, GivenToken, TLSConfig, credentials
 from asyncdist.store.tcp_client import TCPClient
-from asyncdist.store.tls_config import TLSConfig
+from asyncdist_server.serving.user_token import default_token
 from asyncdist_server.wire.auth import store_context
+from asyncdist_server.wire.messages import OBSERVER_ID
 
 if TYPE_CHECKING:
     from asyncdist_server import ThreadedServer
 
-__all__ = ["TCPStore"]
+__all__ = ["StoreObserver", "TCPStore", "host_store", "serve_off_loop"]
 
 WORKERS: Final = "init/"
 """The queue through which workers tell the master that they have come: torch counts them in a key of that name."""
@@ -183,3 +186,73 @@ class TCPStore(TCPClient):
             server, self._server = self._server, None
             if server is not None:
                 await uninterrupted(asyncio.to_thread(server.close))
+
+
+class StoreObserver(TCPStore):
+    """A TCPStore of which only `status`, `waits` and `namespaces` may be used.
+
+    The daemon ends the connection over anything else.
+
+    It connects, and is answered, also while the daemon's disk hangs: a durable daemon has others wait until it is on
+    the disk that they came. The arguments are those of TCPStore.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._client_id = OBSERVER_ID
+
+
+async def host_store(
+    host: str, port: int, token: str | None, tls: TLSConfig | ssl.SSLContext | None, *, may_join: bool
+) -> asyncdist_server.ThreadedServer | None:
+    """Start the daemon; None if the port is taken and `may_join`. Cancelling leaves nothing running.
+
+    Raises DistStoreError for an address that cannot be bound or a certificate that cannot be served, ValueError for an
+    address that needs a token.
+    """
+    where = f"cannot host the store at {host}:{port}"
+    try:
+        files = tls.server_files() if isinstance(tls, TLSConfig) else (None, None)
+    except ValueError as error:
+        raise DistStoreError(f"{where}: {error}") from None
+    try:
+        return await serve_off_loop(host, port, token, files)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE and may_join:
+            return None
+        hint = " (multi_tenant=True uses the store there)" if error.errno == errno.EADDRINUSE else ""
+        raise DistStoreError(f"{where}: {error.strerror or error}{hint}") from error
+
+
+async def serve_off_loop(
+    host: str,
+    port: int,
+    token: str | None,
+    files: tuple[Path | str | None, Path | str | None],
+    former_token: str | None = None,
+) -> asyncdist_server.ThreadedServer:
+    """As `asyncdist_server.serve_in_thread`, without blocking the loop. Cancelling leaves nothing running.
+
+    On loopback a server that is given no token has this user's; ValueError where there can be none. `files` are
+    certificate and key, None for a server without TLS.
+    """
+    cert, key = files
+
+    def start() -> asyncdist_server.ThreadedServer:
+        own = default_token(host) if token is None else token
+        return asyncdist_server.serve_in_thread(
+            host, port, token=own, former_token=former_token, tls_cert=cert, tls_key=key
+        )
+
+    starting = asyncio.ensure_future(asyncio.to_thread(start))
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        await uninterrupted(_stop(starting))
+        raise
+
+
+async def _stop(starting: asyncio.Future[asyncdist_server.ThreadedServer]) -> None:
+    await asyncio.wait([starting])  # a thread cannot be cancelled: what it started is stopped
+    if starting.exception() is None:
+        await asyncio.to_thread(starting.result().close)

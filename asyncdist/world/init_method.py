@@ -26,8 +26,8 @@ from asyncdist.concurrency.integers import as_int
 from asyncdist.concurrency.tasks import telling, uninterrupted
 from asyncdist.errors import ConnectTimeoutError, DistError, DistNetworkError, DistStoreError
 from asyncdist.store import FileStore, Store, TCPStore, TLSConfig
-from asyncdist.store.hosting import host_store
-from asyncdist.store.tls_config import load_tls
+from asyncdist.store.credentials import load_tls
+from asyncdist.store.tcp_store import host_store
 from asyncdist_server.wire.auth import load_token
 
 if TYPE_CHECKING:

@@ -9,12 +9,12 @@ Keys, under `world/<group name>/`, beside those of `attempts`:
 | `<attempt>/joined` | every rank | counter; who makes it reach the world size decides |
 | `<attempt>/picklers` | ranks that allow pickle, before they have joined | counter |
 | `<attempt>/ready` | one rank | the decision: that the world has formed, and where all listen, or why it has not |
-| `<attempt>/here/<rank>`, `.../left/<rank>`, `.../words/<rank>` | every rank | see `presence` |
+| `<attempt>/here/<rank>`, `.../left/<rank>`, `.../words/<rank>` | every rank | see `attempts` |
 | `<attempt>/left` | every rank | counter of exits |
 | `<attempt>/gone` | the last to leave | nobody needs the store any more |
 
 Where the store has leases, all of these keys vanish `WORLD_LINGER_S` after the last rank has left, or has been without
-a connection for `HOLD_GRACE_S`; see `presence`.
+a connection for `HOLD_GRACE_S`; see `attempts`.
 
 A rank needs a constant number of requests however large the world is. Each failure is published under `ready`, so
 that every rank raises it and none waits for its own time-out. A world that has formed needs the store no more: what its
@@ -41,8 +41,7 @@ from asyncdist.errors import ConnectTimeoutError, DistError, DistStoreError, Sto
 from asyncdist.store import PrefixStore, Store
 from asyncdist.transport.addresses.address import PeerAddress
 from asyncdist.world.address_book import AddressBook
-from asyncdist.world.attempts import PUBLISH_LIMIT_S, Attempts, unpacked
-from asyncdist.world.presence import LEFT, RESIGNED, Attendance
+from asyncdist.world.attempts import LEFT, PUBLISH_LIMIT_S, RESIGNED, Attempts, Presence, unpacked
 
 __all__ = ["WORLD_ID_BYTES", "Met", "Rendezvous"]
 
@@ -96,8 +95,8 @@ class Rendezvous:
         self._hurried = False
         self._staying: asyncio.Timeout | None = None
         self._who = f"rank {rank} ({socket.gethostname()} pid {os.getpid()})"
-        self.attendance = Attendance(self._store, rank, world_size, self._who, lambda name: self._attempts.key(name))
-        self._attempts = Attempts(self._store, rank, self._who, self.attendance)
+        self.presence = Presence(self._store, rank, world_size, self._who, lambda name: self._attempts.key(name))
+        self._attempts = Attempts(self._store, rank, self._who, self.presence)
 
     async def join(
         self,
@@ -130,7 +129,7 @@ class Rendezvous:
                     raise
                 await asyncio.sleep(0)  # the news of a restart may be behind the failure it caused
                 if not self._restarted:
-                    self.attendance.disappear()
+                    self.presence.disappear()
                     raise
                 events.info("%s: the store lost what it knew; joining again", self._who)
             finally:
@@ -139,7 +138,7 @@ class Rendezvous:
     def store_restarted(self) -> None:
         """The store came back without its data: join again, or publish again what the others may ask for."""
         self._restarted = True
-        self.attendance.disappear()
+        self.presence.disappear()
         if self._attempt is not None:
             self._attempt.cancel()
         elif self._published and self._republishing is None:
@@ -151,12 +150,12 @@ class Rendezvous:
             end = await self._attempts.fail(f"{self._who} gave up joining: it was cancelled")
             if end is not None and "world_id" in end:
                 await self.resign()  # a world was formed, with this rank
-        self.attendance.disappear()
+        self.presence.disappear()
 
     async def _publish_again(self) -> None:
         try:
-            await self.attendance.vouch()
-            await asyncio.gather(*self.attendance.appear(self._attempts.token), *self.attendance.arrive())
+            await self.presence.vouch()
+            await asyncio.gather(*self.presence.appear(self._attempts.token), *self.presence.arrive())
             await self._store.compare_set("over", b"", str(self._attempts.number - 1))
             await self._store.multi_set(list(self._published), list(self._published.values()))
         except DistError as error:
@@ -212,7 +211,7 @@ class Rendezvous:
             info["options"] = options
         key, packed = self._key(f"info/{self.rank}"), msgpack.packb(info)
         self._published = {key: packed, **dict([self._attempts.claim])}
-        said: list[Awaitable[Any]] = [*self.attendance.arrive(), self._store.set(key, packed)]
+        said: list[Awaitable[Any]] = [*self.presence.arrive(), self._store.set(key, packed)]
         if allow_pickle:
             said.append(self._store.add(self._key("picklers"), 1))
         said.append(self._store.add(self._key("joined"), 1))  # last: whoever counts this rank finds the rest
@@ -344,14 +343,14 @@ class Rendezvous:
                 # follow, as closing the store would wait for its answer.
                 said.append(asyncio.ensure_future(self._store.set(self._key(f"left/{self.rank}"), goodbye)))
                 said.append(asyncio.ensure_future(self._store.add(self._key("left"), 1)))
-                self.attendance.disappear()
+                self.presence.disappear()
                 _, count = await asyncio.gather(*said)
                 if count == self.world_size:
                     await self._clean_up()
         except (DistError, TimeoutError) as error:
             events.info("%s could not say goodbye in the store: %s", self._who, error)
         finally:
-            self.attendance.disappear()
+            self.presence.disappear()
 
     async def resign(self) -> None:
         """Leave a world that was formed, but that this rank cannot be in: whoever looks for it is told so at once."""
@@ -438,7 +437,7 @@ class Rendezvous:
 
     async def _missing(self) -> list[int]:
         came = await self._ranks_with(
-            "here/" if self.attendance.lease is not None else "info/"
+            "here/" if self.presence.lease is not None else "info/"
         )  # who has died is missing too
         return [rank for rank in range(self.world_size) if rank not in came]
 

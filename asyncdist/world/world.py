@@ -290,7 +290,7 @@ class World:
 
     async def hear_out(self, rank: int) -> Absence:
         """`rank` takes no connection: hear, bounded, which groups it aborted before, and why; and what became of it."""
-        words, absence = await self._rendezvous.attendance.words_of(rank)
+        words, absence = await self._rendezvous.presence.words_of(rank)
         try:
             for payload in _split_words(rank, words):
                 self.control_received(rank, payload)

@@ -23,7 +23,7 @@ from asyncdist.store import HashStore
 from asyncdist.transport.addresses.address import PeerAddress
 from asyncdist.transport.protocol.frame import EAGER_BYTES, pack_key
 from asyncdist.transport.protocol.matching import SendOp
-from asyncdist.world.presence import WORDS_LIMIT_S
+from asyncdist.world.attempts import WORDS_LIMIT_S
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "unix", "tcp"])
 NAMED_S = 1.0

@@ -21,8 +21,7 @@ from asyncdist.errors import (
     WatchCompactedError,
 )
 from asyncdist.store import TCPStore
-from asyncdist.store.lease import Lease
-from asyncdist.store.lock import Lock
+from asyncdist.store.lease import Lease, Lock
 from asyncdist.store.pipeline import EXPIRY_GRACE_S
 from asyncdist.testing.hosts import SimulatedHost
 from asyncdist_server.wire.messages import MAX_MEMORY_BYTES, MUTATIONS, Welcome

@@ -21,7 +21,7 @@ from asyncdist.errors import DistStoreError, LaunchError
 from asyncdist.launch import hosting
 from asyncdist.launch.config import Endpoint, LaunchConfig
 from asyncdist.store import TLSConfig
-from asyncdist.store.tls_config import TLS_VARIABLES, load_tls
+from asyncdist.store.credentials import TLS_VARIABLES, load_tls
 from asyncdist_server.serving.threaded import ThreadedServer, serve_in_thread
 from asyncdist_server.wire.auth import new_token
 

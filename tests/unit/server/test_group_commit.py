@@ -16,7 +16,7 @@ from waiting import eventually
 
 from asyncdist.errors import WatchCompactedError
 from asyncdist.store import TCPStore
-from asyncdist.store.store_observer import StoreObserver
+from asyncdist.store.tcp_store import StoreObserver
 from asyncdist_server.journal import group_commit
 from asyncdist_server.journal.batch import TAKEN
 from asyncdist_server.journal.group_commit import LATE_S, TIDY_BYTES

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from asyncdist.errors import ClosedError, DistStoreError
-from asyncdist.store.listing import Listing
+from asyncdist.store.reply import Listing
 
 
 class Parts:

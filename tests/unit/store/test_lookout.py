@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from asyncdist.concurrency.spin import CATCH, MAX_SKIPPED, PATIENCE, TURN_S
-from asyncdist.store import lookout
-from asyncdist.store.lookout import ALONE, Lookout, same_host
+from asyncdist.store import reply as replies
+from asyncdist.store.reply import ALONE, Lookout, same_host
 from asyncdist_server.serving.running import served_here
 from asyncdist_server.serving.threaded import serve_in_thread
 
@@ -29,9 +29,9 @@ class Daemon:
         self.in_this_process = False
         self.answers_after = 5.0
         self.reply: Any = None
-        monkeypatch.setattr(lookout, "perf_counter", lambda: self.now_s)
-        monkeypatch.setattr(lookout, "same_host", lambda sock: self.here)
-        monkeypatch.setattr(lookout, "served_here", lambda port: self.in_this_process)
+        monkeypatch.setattr(replies, "perf_counter", lambda: self.now_s)
+        monkeypatch.setattr(replies, "same_host", lambda sock: self.here)
+        monkeypatch.setattr(replies, "served_here", lambda port: self.in_this_process)
         monkeypatch.setattr(os, "cpu_count", lambda: 2)
         self.lookout = Lookout(asyncio.get_running_loop(), limit_us, lambda: self.alone)
         self.connect()

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 
-from asyncdist.store.process_identity import is_gone, read_state, this_process
+from asyncdist.store.file_log import is_gone, read_state, this_process
 
 
 def test_this_process_is_here() -> None:

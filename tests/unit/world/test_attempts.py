@@ -183,7 +183,7 @@ async def test_a_rerun_beside_ranks_that_live_is_refused_and_does_not_disturb_th
         for text in await failed(*(Process(daemon, rank) for rank in range(2))):
             assert "holds already" in text
             assert "ASYNCDIST_JOB_ID" in text
-        assert await running[0].rendezvous.attendance.words_of(1) == (b"", Absence.NONE)
+        assert await running[0].rendezvous.presence.words_of(1) == (b"", Absence.NONE)
         await running[1].kill()
         alone = Process(daemon, 1, timeout_s=None)  # whoever is left of the old world is in the old world
         await asyncio.sleep(2 * ALIVE_S)

@@ -19,7 +19,7 @@ from asyncdist.store import HashStore, PrefixStore, Store
 from asyncdist.testing.loop import VirtualTimeLoop
 from asyncdist.transport.absence import Absence
 from asyncdist.transport.addresses.address import PeerAddress
-from asyncdist.world.presence import WORDS_LIMIT_S, WORLD_LINGER_S
+from asyncdist.world.attempts import WORDS_LIMIT_S, WORLD_LINGER_S
 from asyncdist.world.rendezvous import (
     AWAY_LIMIT_S,
     GOODBYE_LIMIT_S,
@@ -85,7 +85,7 @@ async def test_a_clean_world_is_followed_by_another_and_leaves_little_behind() -
             ids |= {met.world_id for met in worlds}
             assert set(await ranks[0].addresses([1, 2])) == {1, 2}
             await asyncio.gather(*(rank.leave() for rank in ranks))
-            assert await ranks[0].attendance.has_left(2)
+            assert await ranks[0].presence.has_left(2)
             counts.append(await store.num_keys())
         assert len(ids) == 3
         assert counts[2] - counts[1] <= 6
@@ -233,7 +233,7 @@ async def test_a_rank_cancelled_at_any_time_can_join_again() -> None:
     for size in (1, 2):
         at, ended = 0.0, False
         while not ended:
-            at += 0.0002
+            at += 0.0004
             async with HashStore() as near:
                 store = DistantStore(near, random.Random(at))  # type: ignore[abstract] # its verbs are made there
                 others = [asyncio.create_task(persist(store, rank, size)) for rank in range(1, size)]
@@ -374,8 +374,8 @@ async def test_last_words_are_kept_as_long_as_somebody_may_ask() -> None:
         await asyncio.gather(*map(join, ranks))
         await ranks[0].leave_words(b"why")
         await ranks[0].leave()
-        assert await ranks[1].attendance.words_of(0) == (b"why", Absence.LEFT)
-        assert await ranks[1].attendance.words_of(1) == (b"", Absence.NONE)
+        assert await ranks[1].presence.words_of(0) == (b"why", Absence.LEFT)
+        assert await ranks[1].presence.words_of(1) == (b"", Absence.NONE)
         await ranks[1].leave()
         assert not [key for key in await store.list_keys() if "words" in key]
 
@@ -395,11 +395,11 @@ async def test_last_words_are_bounded_in_time() -> None:
     start_s = loop.time()
     await rendezvous.leave_words(b"why")
     assert loop.time() - start_s == PUBLISH_LIMIT_S
-    assert await rendezvous.attendance.words_of(0) == (b"", Absence.UNKNOWN)
+    assert await rendezvous.presence.words_of(0) == (b"", Absence.UNKNOWN)
     assert loop.time() - start_s == PUBLISH_LIMIT_S + WORDS_LIMIT_S
     await store.close()
     await rendezvous.leave_words(b"why")
-    assert await rendezvous.attendance.words_of(0) == (b"", Absence.UNKNOWN)
+    assert await rendezvous.presence.words_of(0) == (b"", Absence.UNKNOWN)
 
 
 class AwayStore(HashStore):
@@ -483,8 +483,8 @@ async def test_whose_goodbye_was_heard_is_not_taken_for_speechless() -> None:
             return found
 
         ranks[1]._store.check = slow  # type: ignore[method-assign, assignment]
-        assert await ranks[1].attendance.words_of(0) == (b"why", Absence.NONE)
-        assert await ranks[1].attendance.words_of(0) == (b"why", Absence.LEFT)
+        assert await ranks[1].presence.words_of(0) == (b"why", Absence.NONE)
+        assert await ranks[1].presence.words_of(0) == (b"why", Absence.LEFT)
 
 
 @virtually
@@ -493,5 +493,5 @@ async def test_who_resigned_has_not_left_in_order() -> None:
         ranks = [Rendezvous(store, rank, 2) for rank in range(2)]
         await asyncio.gather(*map(join, ranks))
         await ranks[0].resign()
-        assert await ranks[0].attendance.has_left(0)
-        assert await ranks[1].attendance.words_of(0) == (b"", Absence.RESIGNED)
+        assert await ranks[0].presence.has_left(0)
+        assert await ranks[1].presence.words_of(0) == (b"", Absence.RESIGNED)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from asyncdist.plan.cost.constants import ASYNCIO, ASYNCIO_LOOPBACK, ASYNCIO_TCP
-from asyncdist.world import tuning_file as host_constants
+from asyncdist.world import tuning_file
 from asyncdist.world.tuning_file import (
     MAX_FILE_BYTES,
     VERSION,
@@ -158,10 +158,10 @@ def test_a_tuning_has_the_file_the_cores_and_the_overrides(environ):
 
 
 def test_built_in_constants_are_those_of_the_transport(monkeypatch):
-    monkeypatch.setattr(host_constants.sys, "platform", "linux")
+    monkeypatch.setattr(tuning_file.sys, "platform", "linux")
     assert [built_in_constants(word) for word in ("auto", "shm")] == [ASYNCIO] * 2
     assert [built_in_constants(word) for word in ("unix", "tcp")] == [ASYNCIO_LOOPBACK] * 2
-    monkeypatch.setattr(host_constants.sys, "platform", "darwin")
+    monkeypatch.setattr(tuning_file.sys, "platform", "darwin")
     assert built_in_constants("auto") == ASYNCIO_LOOPBACK, "no memory is shared there"
 
 
@@ -190,8 +190,8 @@ def test_a_launcher_that_says_nonsense_is_an_error(text):
 
 
 def test_a_rank_that_is_pinned_counts_the_cores_of_its_host(monkeypatch):
-    monkeypatch.setattr(host_constants.os, "cpu_count", lambda: 8)
-    monkeypatch.setattr(host_constants.os, "sched_getaffinity", lambda _: {3}, raising=False)
+    monkeypatch.setattr(tuning_file.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(tuning_file.os, "sched_getaffinity", lambda _: {3}, raising=False)
     assert [host_cores(ranks) for ranks in (1, 4, 16)] == [1, 4, 8]
-    monkeypatch.setattr(host_constants.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    monkeypatch.setattr(tuning_file.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     assert host_cores(16) == 2

@@ -1,4 +1,4 @@
-"""Attendance: who is here, who left in order, and who is gone without a word."""
+"""Presence: which rank is here, which left in order, and which is gone without a word."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import pytest
 
 from asyncdist.store import FileStore, HashStore, Store
 from asyncdist.transport.absence import Absence
-from asyncdist.world.presence import LEFT, RESIGNED, Attendance
+from asyncdist.world.attempts import LEFT, RESIGNED, Presence
 
 
-def attendance(store: Store, rank: int, size: int = 4) -> Attendance:
-    return Attendance(store, rank, size, f"rank {rank}", lambda name: f"world/{name}")
+def presence(store: Store, rank: int, size: int = 4) -> Presence:
+    return Presence(store, rank, size, f"rank {rank}", lambda name: f"world/{name}")
 
 
 async def test_who_is_here_who_left_and_who_is_gone() -> None:
     async with HashStore() as store:
-        ranks = [attendance(store, rank) for rank in range(4)]
+        ranks = [presence(store, rank) for rank in range(4)]
         for rank in ranks:
             await rank.vouch()
             await asyncio.gather(*rank.arrive())
@@ -38,7 +38,7 @@ async def test_who_is_here_who_left_and_who_is_gone() -> None:
 
 async def test_those_gone_before_are_told_first_then_each_as_it_goes() -> None:
     async with HashStore() as store:
-        ranks = [attendance(store, rank) for rank in range(4)]
+        ranks = [presence(store, rank) for rank in range(4)]
         for rank in ranks[1:]:
             await rank.vouch()
             await asyncio.gather(*rank.arrive())
@@ -56,7 +56,7 @@ async def test_those_gone_before_are_told_first_then_each_as_it_goes() -> None:
 
 async def test_a_store_without_leases_knows_nothing(tmp_path: Path) -> None:
     async with FileStore(str(tmp_path / "store")) as store:
-        rank = attendance(store, 0)
+        rank = presence(store, 0)
         await rank.vouch()
         await asyncio.gather(*rank.arrive())
         assert await rank.words_of(1) == (b"", Absence.NONE)
