@@ -29,7 +29,7 @@ from asyncdist.plan.selection.tuning import Tuning
 from asyncdist.store import PrefixStore, Store, TCPStore
 from asyncdist.threads.core import open_there
 from asyncdist.threads.stores import StoreOfLoop
-from asyncdist.transport.addresses.address import PeerAddress, host_id, local_address
+from asyncdist.transport.addresses import PeerAddress, host_id, local_address
 from asyncdist.transport.base_mesh import BaseMesh
 from asyncdist.transport.config import TransportConfig
 from asyncdist.transport.mesh import Mesh, Resolve

@@ -16,7 +16,7 @@ from asyncdist.arrays.host import human_bytes
 from asyncdist.concurrency.deadline import timeout_seconds
 from asyncdist.concurrency.spin import Spins
 from asyncdist.errors import WaitTimeoutError
-from asyncdist.transport.protocol.kept_error import anew
+from asyncdist.transport.protocol.operations import anew
 
 __all__ = ["CollectiveWork", "DeviceTail", "Listener", "Work", "WorkKey", "WorkOwner", "until_ended"]
 

@@ -45,7 +45,7 @@ class AsyncdistRendezvousRank(Rank):
     async def open(self) -> None:
         self._store_class: Any = importlib.import_module("asyncdist.store").TCPStore
         self._rendezvous_class: Any = importlib.import_module("asyncdist.world.rendezvous").Rendezvous
-        self._address_module: Any = importlib.import_module("asyncdist.transport.addresses.address")
+        self._address_module: Any = importlib.import_module("asyncdist.transport.addresses")
         self._deadline_class: Any = importlib.import_module("asyncdist.concurrency.deadline").Deadline
 
     async def measure(self, case: Case) -> Record:

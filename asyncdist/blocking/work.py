@@ -14,7 +14,7 @@ from asyncdist.concurrency.deadline import timeout_seconds
 from asyncdist.errors import ClosedError
 from asyncdist.threads.bridge import ItemsThere
 from asyncdist.threads.thread import Reply
-from asyncdist.transport.protocol.kept_error import anew
+from asyncdist.transport.protocol.operations import anew
 from asyncdist.work import Work as InnerWork
 
 if TYPE_CHECKING:

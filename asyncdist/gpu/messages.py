@@ -25,7 +25,7 @@ from asyncdist.gpu.streams import Tail
 from asyncdist.messages.work import OVER, PairWork, PairWorkOwner, RecvWork
 from asyncdist.transport.base_mesh import BaseMesh
 from asyncdist.transport.protocol.frame import pack_key
-from asyncdist.transport.protocol.matching import Receive, SendOp
+from asyncdist.transport.protocol.operations import Receive, SendOp
 
 __all__ = [
     "IPC",

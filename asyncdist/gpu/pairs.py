@@ -43,7 +43,7 @@ from asyncdist.gpu.streams import ready_after, tail_of
 from asyncdist.gpu.threads import Helpers, in_thread, stay_on
 from asyncdist.messages.work import PairWorkOwner
 from asyncdist.transport.protocol.frame import key_prefix
-from asyncdist.transport.protocol.matching import not_received
+from asyncdist.transport.protocol.operations import not_received
 
 __all__ = ["DevicePairs"]
 

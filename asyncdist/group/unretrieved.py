@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from asyncdist.concurrency.trace import calling_frame
-from asyncdist.transport.protocol.kept_error import anew
+from asyncdist.transport.protocol.operations import anew
 from asyncdist.work import Work
 
 __all__ = ["FAILED_KEPT", "UnretrievedErrors", "watch", "watches"]

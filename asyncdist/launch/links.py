@@ -62,7 +62,7 @@ class LinkHost:
     async def place(self) -> LinkPlace:
         """Start the store, unless it runs; return where it is. Raises LaunchError if it cannot be hosted."""
         from asyncdist.store.tcp_store import serve_off_loop
-        from asyncdist.transport.addresses.address import local_address
+        from asyncdist.transport.addresses import local_address
 
         if self._place is None:
             environ = {**self._environ, "MASTER_ADDR": (self._config.endpoint or self._job.endpoint).host}

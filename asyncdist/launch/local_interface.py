@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from asyncdist.transport.addresses.interfaces import list_interfaces
+from asyncdist.transport.addresses import list_interfaces
 
 __all__ = ["interface_with"]
 

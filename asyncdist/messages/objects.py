@@ -13,7 +13,7 @@ from asyncdist.arrays.objects import GPU_META, OBJECT_META, encode
 from asyncdist.collectives.arguments.items import decode_object
 from asyncdist.errors import CollectiveMismatchError, RemoteProtocolError
 from asyncdist.messages.work import NOTHING, PairWork, PairWorkOwner, RecvWork, SendWork
-from asyncdist.transport.protocol.matching import Receive, SendOp
+from asyncdist.transport.protocol.operations import Receive, SendOp
 
 __all__ = ["RecvObjectsWork", "SendObjectsWork"]
 

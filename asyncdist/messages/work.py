@@ -15,7 +15,7 @@ from asyncdist.concurrency.integers import spell_ranks
 from asyncdist.errors import ClosedError, CollectiveMismatchError, CollectiveTimeoutError, DistStoreError, PeerLostError
 from asyncdist.transport.base_mesh import BaseMesh
 from asyncdist.transport.protocol.frame import unpack_key
-from asyncdist.transport.protocol.matching import Receive, SendOp
+from asyncdist.transport.protocol.operations import Receive, SendOp
 from asyncdist.work import Work
 
 __all__ = ["ANY_SOURCE", "NOTHING", "OVER", "PairWork", "PairWorkOwner", "RecvArrayWork", "RecvWork", "SendWork"]

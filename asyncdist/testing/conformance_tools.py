@@ -13,7 +13,7 @@ from asyncdist.errors import PeerLostError
 from asyncdist.store.base import Store
 from asyncdist.transport.base_mesh import BaseMesh, MeshOwner
 from asyncdist.transport.protocol.frame import pack_key
-from asyncdist.transport.protocol.matching import Receive, SendOp
+from asyncdist.transport.protocol.operations import Receive, SendOp
 
 __all__ = [
     "GROUP",

@@ -22,8 +22,7 @@ from asyncdist.store import HashStore
 from asyncdist.testing.loop import VirtualTimeLoop
 from asyncdist.transport.base_mesh import BaseMesh, MeshOwner
 from asyncdist.transport.config import TransportConfig
-from asyncdist.transport.in_memory.mesh import MemoryMesh
-from asyncdist.transport.in_memory.network import MemoryNetwork
+from asyncdist.transport.in_memory import MemoryMesh, MemoryNetwork
 from asyncdist.transport.mesh import Resolve
 from asyncdist.world.init_method import InitMethod, StoreSource
 

@@ -8,19 +8,12 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Cor
 from typing import Any, ClassVar, Final, Protocol
 
 from asyncdist.errors import ClosedError, DistError, PeerLostError
-from asyncdist.transport.absence import Absence
-from asyncdist.transport.addresses.address import PeerAddress
+from asyncdist.transport.addresses import PeerAddress
+from asyncdist.transport.context import Absence
 from asyncdist.transport.host_memory import HostMemory
 from asyncdist.transport.protocol.frame import FRAGMENT_BYTES, MAX_CALL_BYTES
-from asyncdist.transport.protocol.matching import (
-    AnySourceTable,
-    Discarded,
-    DroppedGroups,
-    Receive,
-    SendOp,
-    Unexpected,
-    nobody_left,
-)
+from asyncdist.transport.protocol.matching import AnySourceTable, Discarded, DroppedGroups, Unexpected
+from asyncdist.transport.protocol.operations import Receive, SendOp, nobody_left
 from asyncdist.transport.protocol.peer import PeerCore
 from asyncdist.transport.spin import Spinner
 

@@ -8,9 +8,9 @@ from typing import Final, TypeVar
 
 from asyncdist.concurrency.deadline import DEFAULT_TIMEOUT_S
 from asyncdist.concurrency.spin import DEFAULT_SPIN_US, spin_us_from_environ
-from asyncdist.transport.addresses.socket_dir import check_directory
 from asyncdist.transport.host_memory import DEFAULT_SHARED_BYTES
 from asyncdist.transport.keepalive import DEFAULT_KEEPALIVE_S, keepalive_from_environ
+from asyncdist.transport.socket_dir import check_directory
 
 __all__ = [
     "CONNECT_TIMEOUT_S",

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 from dataclasses import dataclass
 
 from asyncdist.transport.config import TransportConfig
 from asyncdist.transport.fork import SocketSet
 from asyncdist.transport.host_memory import HostMemory
 from asyncdist.transport.keepalive import KeepaliveWatch
-from asyncdist.transport.neighbors import Neighbors
 from asyncdist.transport.protocol.hello import Identity
+from asyncdist.transport.spin import Neighbors
 
-__all__ = ["MeshContext"]
+__all__ = ["Absence", "MeshContext"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,3 +28,13 @@ class MeshContext:
     memory: HostMemory
     neighbors: Neighbors
     keepalive: KeepaliveWatch
+
+
+class Absence(enum.Enum):
+    """Why a rank might not be there."""
+
+    NONE = "nothing is known against its being there"
+    LEFT = "it left in order"
+    RESIGNED = "it could not be in this world after all; its own error says why"
+    CUT_OFF = "its connection to the store has ended, without a goodbye"
+    UNKNOWN = "the store cannot be asked whether it left in order"

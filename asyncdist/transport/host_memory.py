@@ -10,7 +10,7 @@ from typing import Final, Protocol
 from asyncdist.concurrency import trace as events
 from asyncdist.errors import ClosedError, PeerLostError
 from asyncdist.transport.fork import SocketSet
-from asyncdist.transport.protocol.loans import Loans
+from asyncdist.transport.protocol.zero_copy import Loans
 from asyncdist.transport.shared_memory.arrays import SharedArrays
 from asyncdist.transport.shared_memory.doorbell import Doorbell, Ringer
 from asyncdist.transport.shared_memory.process_memory import OwnMemory, permit_reading

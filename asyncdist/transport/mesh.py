@@ -8,22 +8,21 @@ from typing import Any, ClassVar, Final, TypeAlias
 
 from asyncdist.concurrency import trace as events
 from asyncdist.errors import ClosedError, DistNetworkError, DistStoreError, PeerLostError
-from asyncdist.transport.addresses.address import PeerAddress, host_id
+from asyncdist.transport.addresses import PeerAddress, host_id
 from asyncdist.transport.base_mesh import BaseMesh, MeshOwner
 from asyncdist.transport.config import LATE_S, TransportConfig
+from asyncdist.transport.connections.connection import LoopbackConnection
 from asyncdist.transport.connections.handshake import Handshake
 from asyncdist.transport.connections.link import Link, LinkState
 from asyncdist.transport.connections.listener import Listener
-from asyncdist.transport.connections.loopback import LoopbackConnection
 from asyncdist.transport.context import MeshContext
 from asyncdist.transport.fork import SocketSet
 from asyncdist.transport.host_memory import HostMemory
 from asyncdist.transport.keepalive import KeepaliveWatch
-from asyncdist.transport.neighbors import Neighbors, settle, vacate
 from asyncdist.transport.protocol.hello import Identity, ListenerHello
 from asyncdist.transport.protocol.matching import Discarded
 from asyncdist.transport.protocol.peer import PeerCore
-from asyncdist.transport.spin import Spinner
+from asyncdist.transport.spin import Neighbors, Spinner, settle, vacate
 
 __all__ = ["Mesh", "Resolve"]
 

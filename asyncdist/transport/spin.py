@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 import time
 from collections.abc import Callable
 from threading import get_ident
@@ -19,10 +20,21 @@ from typing import Final
 
 from asyncdist.concurrency.spin import CATCH, MAX_SKIPPED, PATIENCE, TURN_S, Pending
 from asyncdist.transport.host_memory import HostMemory
-from asyncdist.transport.neighbors import MAX_NEIGHBORS, Neighbors
+from asyncdist.transport.protocol.hello import Identity
 from asyncdist.transport.shared_memory.doorbell import Doorbell
 
-__all__ = ["ALONE_S", "FARTHEST", "RANKS_PER_CORE", "Spinner"]
+__all__ = [
+    "ALONE_S",
+    "FARTHEST",
+    "MAX_NEIGHBORS",
+    "RANKS_PER_CORE",
+    "Neighbors",
+    "Spinner",
+    "lives_here",
+    "on_this_host",
+    "settle",
+    "vacate",
+]
 
 RANKS_PER_CORE: Final = 4
 """Ranks per core up to which one looks. Where cores are shared, one gives the core away before each look, so that the
@@ -195,3 +207,61 @@ class Spinner:
             return False
         self._last_turn_s = now_s
         return True
+
+
+MAX_NEIGHBORS: Final = 4
+"""Sockets that are looked at: each costs a system call, so with more of them a round would take too long to pay."""
+
+_residents: dict[tuple[bytes, int], int] = {}
+
+
+class Neighbors:
+    """`pollers` read one socket each, if there is something; whether there was. Their values do so between calls."""
+
+    __slots__ = ("crowded", "pollers")
+
+    def __init__(self) -> None:
+        self.pollers: dict[Callable[[], bool], Callable[[], object]] = {}
+        self.crowded = False
+        """Whether one of them lives in this process: while we look, it cannot do anything."""
+
+    def add(self, poller: Callable[[], bool], catch_up: Callable[[], object], *, crowded: bool) -> None:
+        """Another connection of this host is open."""
+        self.pollers[poller] = catch_up
+        self.crowded |= crowded
+
+    def remove(self, poller: Callable[[], bool]) -> None:
+        """It has ended. Idempotent."""
+        self.pollers.pop(poller, None)
+
+
+def settle(identity: Identity) -> None:
+    """This rank lives in this process, from now on."""
+    place = identity.world_id, identity.rank
+    _residents[place] = _residents.get(place, 0) + 1
+
+
+def vacate(identity: Identity) -> None:
+    """It does no more."""
+    place = identity.world_id, identity.rank
+    left = _residents.get(place, 0) - 1
+    if left > 0:
+        _residents[place] = left
+    else:
+        _residents.pop(place, None)
+
+
+def lives_here(world_id: bytes, rank: int) -> bool:
+    """Whether that rank lives in this process too."""
+    return (world_id, rank) in _residents
+
+
+def on_this_host(sock: socket.socket) -> bool:
+    """Whether the other end of a connected socket is on this host."""
+    if sock.family == socket.AF_UNIX:
+        return True
+    try:
+        own, peer = sock.getsockname(), sock.getpeername()
+    except OSError:
+        return False
+    return bool(own[0] == peer[0])

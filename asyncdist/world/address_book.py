@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from asyncdist.transport.addresses.address import PeerAddress
+from asyncdist.transport.addresses import PeerAddress
 
 __all__ = ["FAN_OUT", "PIECE_BYTES", "TOLD_AT_ONCE_BYTES", "AddressBook", "children_of", "parent_of"]
 

@@ -34,7 +34,7 @@ import msgpack
 from asyncdist.concurrency import trace as events
 from asyncdist.errors import DistError, DistStoreError, StoreTimeoutError
 from asyncdist.store import Lease, Store
-from asyncdist.transport.absence import Absence
+from asyncdist.transport.context import Absence
 from asyncdist_server.wire.messages import CLIENT_LINGER_S
 
 __all__ = [

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Final, TypeAlias
 import msgpack
 
 from asyncdist.errors import RemoteProtocolError
-from asyncdist.transport.addresses.address import MAX_ADDRESS_BYTES
+from asyncdist.transport.addresses import MAX_ADDRESS_BYTES
 
 __all__ = [
     "MAX_RANKS_NAMED",

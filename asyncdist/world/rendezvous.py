@@ -39,7 +39,7 @@ from asyncdist.concurrency.deadline import Deadline
 from asyncdist.concurrency.tasks import telling, uninterrupted
 from asyncdist.errors import ConnectTimeoutError, DistError, DistStoreError, StoreTimeoutError
 from asyncdist.store import PrefixStore, Store
-from asyncdist.transport.addresses.address import PeerAddress
+from asyncdist.transport.addresses import PeerAddress
 from asyncdist.world.address_book import AddressBook
 from asyncdist.world.attempts import LEFT, PUBLISH_LIMIT_S, RESIGNED, Attempts, Presence, unpacked
 

@@ -18,8 +18,8 @@ from asyncdist.concurrency import trace as events
 from asyncdist.errors import CollectiveMismatchError, DistError, PeerLostError, RemoteProtocolError
 from asyncdist.plan.selection.tuning import DEFAULT_TUNING
 from asyncdist.store.fork_safety import close_in_forked_child
-from asyncdist.transport.absence import Absence
 from asyncdist.transport.base_mesh import BaseMesh
+from asyncdist.transport.context import Absence
 from asyncdist.world.address_book import children_of, parent_of
 from asyncdist.world.control import (
     Abort,

@@ -14,7 +14,7 @@ from group_kit import outcome
 from socket_world import descriptors, socket_world
 
 import asyncdist as dist
-from asyncdist.transport.protocol.kept_error import anew
+from asyncdist.transport.protocol.operations import anew
 
 
 async def test_no_array_is_kept() -> None:

@@ -22,7 +22,7 @@ import asyncdist_server
 from asyncdist.collectives.backend import Backend
 from asyncdist.group.core import core_of
 from asyncdist.store import HashStore
-from asyncdist.transport.addresses.address import PeerAddress
+from asyncdist.transport.addresses import PeerAddress
 from asyncdist.transport.mesh import Mesh
 from asyncdist_server.serving.user_token import make_user_token
 

@@ -20,9 +20,9 @@ from waiting import PATIENCE_S, eventually
 import asyncdist as dist
 from asyncdist.group.core import core_of
 from asyncdist.store import HashStore
-from asyncdist.transport.addresses.address import PeerAddress
+from asyncdist.transport.addresses import PeerAddress
 from asyncdist.transport.protocol.frame import EAGER_BYTES, pack_key
-from asyncdist.transport.protocol.matching import SendOp
+from asyncdist.transport.protocol.operations import SendOp
 from asyncdist.world.attempts import WORDS_LIMIT_S
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "unix", "tcp"])

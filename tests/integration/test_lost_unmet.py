@@ -29,7 +29,7 @@ gone."""
 
 RANK = """
 import contextlib, json, pathlib, socket
-from asyncdist.transport.addresses.address import PeerAddress
+from asyncdist.transport.addresses import PeerAddress
 from asyncdist.transport.mesh import Mesh
 
 VICTIM, PATIENCE_S = 2, 60

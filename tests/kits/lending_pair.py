@@ -11,11 +11,11 @@ import numpy as np
 from transport_pair import Pair, Recorder, send
 
 from asyncdist.transport.fork import SocketSet
-from asyncdist.transport.protocol.loans import COPY_BYTES, Loans
 from asyncdist.transport.protocol.peer import PeerCore
+from asyncdist.transport.protocol.zero_copy import COPY_BYTES, Loans
 from asyncdist.transport.shared_memory.arrays import SharedArrays
-from asyncdist.transport.shared_memory.parcel import ARENA, Parcel
 from asyncdist.transport.shared_memory.process_memory import OwnMemory
+from asyncdist.transport.shared_memory.segment import ARENA, Parcel
 
 FDS = SocketSet(lambda: None)
 LARGE = 2 * COPY_BYTES + 1000

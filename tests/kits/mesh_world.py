@@ -11,11 +11,11 @@ from typing import Any
 from waiting import PATIENCE_S
 
 from asyncdist.errors import PeerLostError
-from asyncdist.transport.addresses.address import PeerAddress
+from asyncdist.transport.addresses import PeerAddress
 from asyncdist.transport.config import TransportConfig
 from asyncdist.transport.mesh import Mesh
 from asyncdist.transport.protocol.frame import pack_key
-from asyncdist.transport.protocol.matching import Receive, SendOp
+from asyncdist.transport.protocol.operations import Receive, SendOp
 
 WORLD_ID = b"a world of tests"
 SECRET = b"secret"

@@ -7,16 +7,13 @@ from contextlib import contextmanager
 from unittest import mock
 
 from asyncdist.transport.protocol import (
-    asking,
-    credit,
-    inbound,
-    loans,
-    offers,
-    outbound,
-    output,
-    parking,
-    pulls,
+    flow_control,
+    output_queue,
     reader,
+    receiver,
+    sender,
+    unexpected_queue,
+    zero_copy,
 )
 
 CREDIT = 8192
@@ -30,24 +27,24 @@ FRAGMENT = 700
 LEND = 1000
 
 _LIMITS = {
-    "CREDIT_BYTES": (CREDIT, (credit, parking)),
-    "RETURN_CREDIT_BYTES": (CREDIT // 4, (credit, reader)),
-    "URGENT_CREDIT_BYTES": (CREDIT // 2, (output,)),
-    "EAGER_BYTES": (EAGER, (outbound, inbound, reader)),
-    "EARLY_PULL_BYTES": (EARLY_PULL, (outbound, inbound, offers)),
+    "CREDIT_BYTES": (CREDIT, (flow_control, unexpected_queue)),
+    "RETURN_CREDIT_BYTES": (CREDIT // 4, (flow_control, reader)),
+    "URGENT_CREDIT_BYTES": (CREDIT // 2, (output_queue,)),
+    "EAGER_BYTES": (EAGER, (sender, receiver, reader)),
+    "EARLY_PULL_BYTES": (EARLY_PULL, (sender, receiver)),
     "GATHER_BYTES": (GATHER, (reader,)),
-    "FRAGMENT_BYTES": (FRAGMENT, (output, pulls, reader)),
-    "MAX_OFFERS": (OFFERS, (outbound, parking)),
-    "MAX_EARLY_PULLS": (EARLY_PULLS, (pulls, offers)),
-    "MAX_ASKS": (ASKS, (credit, asking)),
-    "MAX_CALL_BYTES": (2048, (output,)),
+    "FRAGMENT_BYTES": (FRAGMENT, (output_queue, receiver, reader)),
+    "MAX_OFFERS": (OFFERS, (sender, unexpected_queue)),
+    "MAX_EARLY_PULLS": (EARLY_PULLS, (receiver, sender)),
+    "MAX_ASKS": (ASKS, (flow_control,)),
+    "MAX_CALL_BYTES": (2048, (output_queue,)),
     "MAX_READ_BYTES": (300, (reader,)),
     "DIRECT_BYTES": (64, (reader,)),
-    "JOIN_BYTES": (128, (outbound, output)),
-    "MAX_BUFFERS": (5, (output,)),
-    "LEND_BYTES": (LEND, (loans,)),
-    "READ_BYTES": (LEND, (loans,)),
-    "COPY_BYTES": (1024, (loans,)),
+    "JOIN_BYTES": (128, (sender, output_queue)),
+    "MAX_BUFFERS": (5, (output_queue,)),
+    "LEND_BYTES": (LEND, (zero_copy,)),
+    "READ_BYTES": (LEND, (zero_copy,)),
+    "COPY_BYTES": (1024, (zero_copy,)),
 }
 
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from asyncdist.transport.protocol.frame import pack_key
-from asyncdist.transport.protocol.matching import AnySourceTable, DroppedGroups, Receive, SendOp
+from asyncdist.transport.protocol.matching import AnySourceTable, DroppedGroups
+from asyncdist.transport.protocol.operations import Receive, SendOp
 from asyncdist.transport.protocol.peer import PeerCore
 
 GROUP = 7

@@ -20,7 +20,8 @@ from transport_pair import Recorder, Wire
 
 from asyncdist.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
 from asyncdist.transport.protocol.frame import pack_key
-from asyncdist.transport.protocol.matching import AnySourceTable, DroppedGroups, Receive, SendOp
+from asyncdist.transport.protocol.matching import AnySourceTable, DroppedGroups
+from asyncdist.transport.protocol.operations import Receive, SendOp
 from asyncdist.transport.protocol.peer import PeerCore
 
 TAGS = 3

@@ -21,7 +21,7 @@ from asyncdist import ReduceOp
 from asyncdist.collectives.executor.runner import Execution
 from asyncdist.collectives.host.backend import AioBackend
 from asyncdist.group.process_group import ProcessGroup
-from asyncdist.transport.in_memory.network import MemoryNetwork
+from asyncdist.transport.in_memory import MemoryNetwork
 from asyncdist.world.world import World
 
 SEEDS = 100

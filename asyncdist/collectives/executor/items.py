@@ -16,7 +16,7 @@ from asyncdist.collectives.executor.buffers import NO_BUFFER
 from asyncdist.collectives.executor.program import RECV, SEND, Instruction, Program
 from asyncdist.collectives.executor.runner import Execution, mismatch
 from asyncdist.collectives.executor.scratch import ScratchPool
-from asyncdist.transport.protocol.matching import Receive, SendOp
+from asyncdist.transport.protocol.operations import Receive, SendOp
 from asyncdist.transport.protocol.peer import PeerCore
 
 __all__ = ["Item", "ItemExecution"]

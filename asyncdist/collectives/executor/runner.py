@@ -32,7 +32,7 @@ from asyncdist.collectives.executor.sliced import SLICE_BYTES, run_sliced
 from asyncdist.collectives.shared.operation import SharedPart, different
 from asyncdist.errors import CollectiveMismatchError, DistError, GroupAbortedError
 from asyncdist.transport.protocol.frame import CREDIT_BYTES
-from asyncdist.transport.protocol.matching import Receive, SendOp
+from asyncdist.transport.protocol.operations import Receive, SendOp
 from asyncdist.transport.protocol.peer import PeerCore
 
 __all__ = ["Execution", "Kernel", "mismatch"]

@@ -8,7 +8,7 @@ from asyncdist.collectives.shared.layout import LaneFault
 from asyncdist.errors import RemoteProtocolError
 from asyncdist.plan.records import SINGLE_COPY_BYTES
 from asyncdist.transport.host_memory import HostMemory
-from asyncdist.transport.protocol.loans import place_of
+from asyncdist.transport.protocol.zero_copy import place_of
 from asyncdist.transport.shared_memory.process_memory import RemoteBytes
 
 __all__ = ["borrow", "lend_to"]

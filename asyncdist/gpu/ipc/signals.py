@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 from asyncdist.errors import ClosedError, DistError, RemoteProtocolError
 from asyncdist.transport.base_mesh import BaseMesh
 from asyncdist.transport.protocol.frame import COLLECTIVE, pack_key
-from asyncdist.transport.protocol.matching import Receive, SendOp
+from asyncdist.transport.protocol.operations import Receive, SendOp
 
 __all__ = ["Record", "Signals"]
 

@@ -21,7 +21,7 @@ from asyncdist.gpu.path import Surroundings
 from asyncdist.gpu.streams import tail_of
 from asyncdist.gpu.threads import Helpers, close_all, close_behind, made_in_thread
 from asyncdist.transport.protocol.frame import pack_key
-from asyncdist.transport.protocol.matching import Receive, SendOp
+from asyncdist.transport.protocol.operations import Receive, SendOp
 
 __all__ = ["STAGE_BYTES", "StagedMessages", "Stages"]
 

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Final
 
-from asyncdist.errors import RemoteProtocolError
+from asyncdist.errors import ClosedError, RemoteProtocolError
+from asyncdist.transport.fork import SocketSet
+from asyncdist.transport.keepalive import set_keepalive
+from asyncdist.transport.protocol.frame import MAX_CALL_BYTES
+from asyncdist.transport.protocol.operations import NO_GOODBYE
 from asyncdist.transport.protocol.peer import PeerCore
 
-__all__ = ["MAX_CALL_FRAMES", "Connection"]
+__all__ = [
+    "MAX_CALL_FRAMES",
+    "UNSENT_BYTES",
+    "Connection",
+    "LoopbackConnection",
+    "StreamConnection",
+    "limit_unsent",
+    "send_unpaced",
+    "set_stream_options",
+]
 
 MAX_CALL_FRAMES: Final = 256
 """Frames handled in one callback: at some 3 us each, more would hold the loop for over a millisecond."""
@@ -112,3 +127,243 @@ class Connection(ABC):
     @abstractmethod
     def _release(self) -> bool:
         """Close everything; False if that was done before."""
+
+
+UNSENT_BYTES: Final = 512 << 10
+"""What the kernel takes of a connection to another host beyond what it has sent. All that is written later waits behind
+it, such as small messages and what tells of a loss; 10 Gbit/s carry it in the 0.4 ms that a loop may be busy."""
+
+
+def set_stream_options(sock: socket.socket, keepalive_s: float) -> None:
+    """Prepare a TCP socket for frames: no Nagle delay, and probes that notice a dead host. Nothing to do for Unix."""
+    if sock.family == socket.AF_UNIX:
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    set_keepalive(sock, keepalive_s)
+
+
+def send_unpaced(sock: socket.socket) -> None:
+    """Have a TCP connection inside this host send at once.
+
+    Nothing gets lost there and no other traffic is in the way. BBR, which some systems use for all connections, waits
+    for timers between packets all the same. Reno does not, and everybody may have it.
+    """
+    option = getattr(socket, "TCP_CONGESTION", None)
+    if option is not None and sock.family != socket.AF_UNIX:
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, option, b"reno")
+
+
+def limit_unsent(sock: socket.socket) -> None:
+    """Have the kernel take no more of a TCP connection than `UNSENT_BYTES` that it cannot send, where it can."""
+    option = getattr(socket, "TCP_NOTSENT_LOWAT", None)
+    if option is not None:
+        sock.setsockopt(socket.IPPROTO_TCP, option, UNSENT_BYTES)
+
+
+class StreamConnection(Connection):
+    """A connection whose socket carries the frames themselves."""
+
+    __slots__ = ("_armed", "_fd", "_recv_into", "_send", "_sendmsg", "_sockets", "_write_error")
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        sockets: SocketSet,
+        sock: socket.socket,
+        core: PeerCore,
+        label: str,
+        on_end: Callable[[Connection, Exception | None], None],
+    ) -> None:
+        super().__init__(loop, sock, core, label, on_end)
+        self._sockets = sockets
+        self._fd = sock.fileno()
+        self._recv_into = sock.recv_into
+        self._send = sock.send
+        self._sendmsg = sock.sendmsg
+        self._armed = False
+        self._write_error: OSError | None = None
+
+    def start(self) -> None:
+        """Let bytes flow; what the core has queued goes out at once."""
+        self._loop.add_reader(self._fd, self._readable)
+        self._core.open(self._write, self._arm)
+
+    def forget(self) -> None:
+        """In a forked child: the descriptor is closed already, and the loop must not be touched."""
+        self._sock = None
+        self._write_error = BrokenPipeError("forked")
+
+    # -- reading
+
+    def poll(self) -> bool:
+        """Read what is there and send what is queued, without waiting to be told; whether anything was read."""
+        if self._armed:
+            self._writable()
+        if self._sock is None:
+            return False
+        before = self.bytes_received
+        self._readable()
+        return self.bytes_received != before or self._sock is None
+
+    def catch_up(self) -> None:
+        """As `poll`, in the middle of calls that post receives: only as far as they are posted.
+
+        A call may be made by what `_readable` has just read; then it goes on reading itself.
+        """
+        if self._armed:
+            self._writable()
+        if self._sock is not None and self._core.expects:
+            self._readable(ahead=False)
+
+    def _readable(self, *, ahead: bool = True) -> None:
+        received = frames = 0
+        while True:
+            buffer = self._get_buffer()
+            try:
+                nbytes = self._recv_into(buffer)
+            except (BlockingIOError, InterruptedError):
+                break
+            except OSError as error:
+                self._end(error)
+                return
+            if not nbytes:
+                self._eof()
+                return
+            try:
+                frames += self._updated(nbytes)
+            except Exception as error:
+                self._fail(error)
+                return
+            received += nbytes
+            # A short read has emptied the socket: asking again would only cost a system call.
+            if nbytes < len(buffer) or received >= MAX_CALL_BYTES or frames >= MAX_CALL_FRAMES:
+                break
+            if not (ahead or self._core.expects):
+                break
+        self.bytes_received += received
+        self._took()
+
+    def _eof(self) -> None:
+        if self._core.left:
+            self._end(None)
+        else:
+            self._end(self._write_error or ConnectionResetError(NO_GOODBYE))
+
+    # -- writing
+
+    def _write(self, buffers: Sequence[bytes | memoryview]) -> int:
+        try:
+            sent = self._send(buffers[0]) if len(buffers) == 1 else self._sendmsg(buffers)
+        except (BlockingIOError, InterruptedError):
+            return 0
+        except OSError as error:
+            self._write_failed(error)
+            return 0
+        self.bytes_sent += sent
+        return sent
+
+    def _write_failed(self, error: OSError) -> None:
+        """Remember the error: what the peer sent before it broke off, perhaps its goodbye, is still to be read."""
+        if self._sock is None:
+            raise ClosedError("this connection is closed here (closed, aborted, or forked)")
+        if self._write_error is None:
+            self._write_error = error
+            self._loop.call_soon(self._after_write_error)
+
+    def _after_write_error(self) -> None:
+        while self._sock is not None:
+            before = self.bytes_received
+            self._readable()
+            if self.bytes_received == before and self._sock is not None:
+                self._end(self._write_error)
+
+    def _arm(self) -> None:
+        if not self._armed and self._sock is not None and self._write_error is None:
+            self._armed = True
+            self._loop.add_writer(self._fd, self._writable)
+
+    def _writable(self) -> None:
+        if self._core.flush() or self._write_error is not None:
+            self._disarm()
+        if self._leaving:
+            self._shut_when_done()
+
+    def _disarm(self) -> None:
+        if self._armed:
+            self._armed = False
+            self._loop.remove_writer(self._fd)
+
+    def _release(self) -> bool:
+        sock, self._sock = self._sock, None
+        if sock is None:
+            return False
+        self._disarm()
+        self._loop.remove_reader(self._fd)
+        self._sockets.close(sock)
+        return True
+
+
+MAX_QUEUED_BYTES: Final = 2 * MAX_CALL_BYTES
+"""Bytes on their way to ourselves before the writer says it is full, as a socket's buffer would."""
+
+
+class LoopbackConnection:
+    """Feeds what `core` writes back to it, in later turns of the loop and at most 1 MiB in each."""
+
+    __slots__ = ("_chunks", "_core", "_handle", "_loop", "_queued", "_wants_flush")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, core: PeerCore) -> None:
+        self._loop = loop
+        self._core = core
+        self._chunks: deque[memoryview] = deque()
+        self._queued = 0
+        self._handle: asyncio.Handle | None = None
+        self._wants_flush = False
+
+    def start(self) -> None:
+        """Let messages flow."""
+        self._core.open(self._write, self._arm)
+
+    def close(self) -> None:
+        """Drop what is on its way. Idempotent."""
+        self._chunks.clear()
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+    def _write(self, buffers: Sequence[bytes | memoryview]) -> int:
+        if self._queued >= MAX_QUEUED_BYTES:
+            return 0
+        data = b"".join(buffers)
+        self._chunks.append(memoryview(data))
+        self._queued += len(data)
+        self._schedule()
+        return len(data)
+
+    def _arm(self) -> None:
+        self._wants_flush = True
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if self._handle is None:
+            self._handle = self._loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        self._handle = None
+        budget = MAX_CALL_BYTES
+        while self._chunks and budget > 0:
+            chunk = self._chunks.popleft()
+            buffer = self._core.get_buffer()
+            nbytes = min(len(chunk), len(buffer))
+            buffer[:nbytes] = chunk[:nbytes]
+            if nbytes < len(chunk):
+                self._chunks.appendleft(chunk[nbytes:])
+            self._queued -= nbytes
+            budget -= nbytes
+            self._core.buffer_updated(nbytes)
+        if self._wants_flush and self._queued < MAX_QUEUED_BYTES:
+            self._wants_flush = False
+            self._core.flush()
+        if self._chunks or self._wants_flush:
+            self._schedule()

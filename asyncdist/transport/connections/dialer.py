@@ -12,13 +12,13 @@ from typing import Any, Final, Protocol
 
 from asyncdist.concurrency import trace as events
 from asyncdist.errors import ConnectTimeoutError, RemoteProtocolError
-from asyncdist.transport.addresses.address import PeerAddress, endpoint_text, unix_text
-from asyncdist.transport.addresses.socket_dir import path_of
+from asyncdist.transport.addresses import PeerAddress, endpoint_text, unix_text
 from asyncdist.transport.config import LATE_S, TransportConfig
+from asyncdist.transport.connections.connection import set_stream_options
 from asyncdist.transport.connections.handshake import Handshake
-from asyncdist.transport.connections.tcp import set_stream_options
 from asyncdist.transport.context import MeshContext
 from asyncdist.transport.protocol.hello import CHANNEL_SHARED_MEMORY, CHANNEL_STREAM, DialerHello, Verdict
+from asyncdist.transport.socket_dir import path_of
 
 __all__ = ["Dialer", "DialerOwner", "Target", "choose_targets"]
 

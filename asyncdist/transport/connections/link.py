@@ -19,17 +19,15 @@ from typing import Final, Protocol
 
 from asyncdist.concurrency import trace as events
 from asyncdist.errors import ClosedError, PeerLostError
-from asyncdist.transport.absence import Absence
-from asyncdist.transport.addresses.address import PeerAddress
-from asyncdist.transport.connections.connection import Connection
+from asyncdist.transport.addresses import PeerAddress
+from asyncdist.transport.connections.connection import Connection, StreamConnection, limit_unsent, send_unpaced
 from asyncdist.transport.connections.dialer import Dialer
 from asyncdist.transport.connections.handshake import Handshake
 from asyncdist.transport.connections.shm import ShmConnection
-from asyncdist.transport.connections.tcp import StreamConnection, limit_unsent, send_unpaced
-from asyncdist.transport.context import MeshContext
-from asyncdist.transport.neighbors import lives_here, on_this_host
+from asyncdist.transport.context import Absence, MeshContext
 from asyncdist.transport.protocol.hello import CHANNEL_SHARED_MEMORY, DialerHello, ListenerHello, Verdict
 from asyncdist.transport.protocol.peer import PeerCore
+from asyncdist.transport.spin import lives_here, on_this_host
 
 __all__ = ["Link", "LinkOwner", "LinkState"]
 

@@ -19,12 +19,12 @@ from typing import Final
 
 from asyncdist.concurrency import trace as events
 from asyncdist.errors import RemoteProtocolError
-from asyncdist.transport.addresses.address import Endpoint, endpoint_text, unix_text
-from asyncdist.transport.addresses.socket_dir import new_path, publish, sweep
+from asyncdist.transport.addresses import Endpoint, endpoint_text, unix_text
+from asyncdist.transport.connections.connection import set_stream_options
 from asyncdist.transport.connections.handshake import Handshake
-from asyncdist.transport.connections.tcp import set_stream_options
 from asyncdist.transport.context import MeshContext
 from asyncdist.transport.protocol.hello import ListenerHello
+from asyncdist.transport.socket_dir import new_path, publish, sweep
 
 __all__ = ["Listener"]
 

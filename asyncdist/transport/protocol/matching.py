@@ -1,4 +1,4 @@
-"""Messages and the receives they meet: first come, first served among equal keys.
+"""Posted receives, and which of them a message meets: first come, first served among equal keys.
 
 Each peer has a `ReceiveTable` of its own; receives from any source stand in one `AnySourceTable` for the whole mesh.
 A message takes whichever was posted earlier of the heads of those two. Nothing here does I/O or knows frames.
@@ -8,198 +8,15 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
-from typing import Any, Final, Protocol, TypeAlias
+from collections.abc import Callable, Collection, Container, Iterator
+from typing import Final, Protocol, TypeAlias
 
-from asyncdist.errors import CollectiveTimeoutError, DistError, GroupAbortedError, PeerLostError
-from asyncdist.transport.protocol.frame import MAX_LENGTH, MAX_META_BYTES
+from asyncdist.transport.protocol.operations import Receive
 
-__all__ = [
-    "AnySourceTable",
-    "Discarded",
-    "DroppedGroups",
-    "ParkedMessage",
-    "ParkingPeer",
-    "Receive",
-    "ReceiveTable",
-    "SendOp",
-    "Sink",
-    "Unexpected",
-    "fail_all",
-    "nobody_left",
-    "not_received",
-]
-
-MAX_DROPPED_GROUPS: Final = 4096
-"""Groups remembered as dropped: late frames of one come within a round trip, so only the newest matter."""
-
-
-Discarded: TypeAlias = Callable[[int, bytes], object]
-"""discarded(source, meta): a message of a group that was dropped is thrown away."""
-
+__all__ = ["AnySourceTable", "Discarded", "DroppedGroups", "ParkingPeer", "ReceiveTable", "Unexpected"]
 
 Unexpected: TypeAlias = Callable[[int, bytes, Container[bytes]], None]
 """unexpected(source, key, parked): a message of a collective came before its receive. `parked` has `key` until then."""
-
-
-class Sink(Protocol):
-    """Who is told what became of a send or a receive.
-
-    `token` is what the poster chose. Each operation gets exactly one of sent, received or failed, unless its post
-    said that it was complete already, it was withdrawn, or its group was dropped. Calls come from inside the
-    transport's `post_*`, `flush` and `buffer_updated`; they may post, withdraw and drop, and must not raise.
-    """
-
-    def message_sent(self, token: Any) -> None:
-        """The send's buffer may be reused."""
-
-    def message_received(self, token: Any, receive: Receive) -> None:
-        """The data is in place; `receive.source`, `.nbytes` and `.meta` are set."""
-
-    def message_failed(self, token: Any, error: BaseException) -> None:
-        """The operation ended without success."""
-
-    def allocate(self, token: Any, source: int, nbytes: int, meta: bytes) -> memoryview:
-        """Return a writable contiguous view of format 'B' and exactly `nbytes` bytes, for a receive without a target.
-
-        Called once the message is known. If it raises, the receive fails with that error and the message is
-        discarded.
-        """
-
-
-class Receive:
-    """A posted receive.
-
-    `target` is a writable contiguous view of format 'B', or None to have `sink.allocate` called. With a target, a
-    message of any other length fails the receive with CollectiveMismatchError. Once received, `source` is the global
-    rank it came from, `nbytes` its length, `meta` and `fingerprint` what its sender attached. An object is posted once.
-
-    Without a target, `expects` and `view` spare the question: an eager message with exactly that meta and as long as
-    `view` goes there at once, and `allocate` is not called. That is the usual message, so it is worth it.
-
-    `bulk` says that it belongs to an operation that moves much, as `SendOp.bulk` does; both ends should say the same.
-    """
-
-    __slots__ = (
-        "_order",
-        "bulk",
-        "expects",
-        "fingerprint",
-        "key",
-        "meta",
-        "nbytes",
-        "ranks",
-        "sink",
-        "source",
-        "target",
-        "token",
-        "view",
-    )
-
-    def __init__(
-        self,
-        key: bytes,
-        target: memoryview | None,
-        sink: Sink,
-        token: Any,
-        expects: bytes = b"",
-        view: memoryview | None = None,
-        *,
-        bulk: bool = False,
-    ) -> None:
-        self.key = key
-        self.target = target
-        self.bulk = bulk
-        self.expects = expects
-        self.view = target if view is None else view
-        self.sink = sink
-        self.token = token
-        self.source: int | None = None
-        self.nbytes = 0
-        self.meta = b""
-        self.fingerprint = 0
-        self.ranks: Collection[int] = ()  # whom a receive from any source may come from
-        self._order = 0
-
-
-class SendOp:
-    """A posted send: `payload` is a contiguous view of format 'B', `meta` at most MAX_META_BYTES.
-
-    An object is posted once. `payload` must not change until the send is complete. `bulk`: it belongs to an operation
-    that moves much, so that its receiver pulls it early if it exceeds EARLY_PULL_BYTES.
-    """
-
-    __slots__ = ("_id", "_offset", "_settled", "bulk", "fingerprint", "key", "meta", "payload", "sink", "token")
-
-    def __init__(
-        self,
-        key: bytes,
-        payload: memoryview,
-        meta: bytes,
-        sink: Sink,
-        token: Any,
-        fingerprint: int = 0,
-        *,
-        bulk: bool = False,
-    ) -> None:
-        self.key = key
-        self.bulk = bulk
-        self.payload = payload
-        self.meta = meta
-        self.sink = sink
-        self.token = token
-        self.fingerprint = fingerprint
-        self._settled = False  # its sink was told, or never will be
-        self._id = 0
-        self._offset = 0
-
-    def check_size(self) -> None:
-        """Raise ValueError for what no frame says."""
-        if len(self.meta) > MAX_META_BYTES:
-            raise ValueError(f"meta of {len(self.meta)} bytes exceeds {MAX_META_BYTES}")
-        if len(self.payload) > MAX_LENGTH:
-            raise ValueError(f"message of {len(self.payload)} bytes exceeds {MAX_LENGTH}")
-
-
-def fail_all(ops: Iterable[SendOp], error: BaseException) -> None:
-    """Tell the sinks of those that have not been told anything yet."""
-    for op in ops:
-        if not op._settled:
-            op._settled = True
-            op.sink.message_failed(op.token, error)
-
-
-class ParkedMessage:
-    """A message that came before its receive: with its payload, or (None) an offer of it.
-
-    `returned`: it had met a receive that was given up, and its sender has its credit back.
-    """
-
-    __slots__ = ("arrival", "fingerprint", "length", "message_id", "meta", "payload", "returned")
-
-    def __init__(
-        self, payload: bytes | memoryview | None, length: int, meta: bytes, fingerprint: int, message_id: int
-    ) -> None:
-        self.payload = payload
-        self.length = length
-        self.meta = meta
-        self.fingerprint = fingerprint
-        self.message_id = message_id
-        self.arrival = 0
-        self.returned = False
-
-
-class ParkingPeer(Protocol):
-    """A peer as receives from any source see it."""
-
-    def oldest_arrival(self, key: bytes) -> int:
-        """When the oldest parked message of `key` came, in the mesh's count of arrivals."""
-
-    def take_parked(self, receive: Receive) -> bool:
-        """Give the oldest parked message of its key to `receive`; results and errors as PeerCore.post_receive."""
-
-    def ask(self, key: bytes) -> None:
-        """A receive for `key` is posted: if the peer is stalled, have it send one."""
 
 
 class ReceiveTable:
@@ -277,33 +94,17 @@ class ReceiveTable:
         return taken
 
 
-class DroppedGroups:
-    """Groups, and single operations of groups, whose late messages are thrown away; shared by the peers of a mesh."""
+class ParkingPeer(Protocol):
+    """A peer as receives from any source see it."""
 
-    __slots__ = ("_prefixes",)
+    def oldest_arrival(self, key: bytes) -> int:
+        """When the oldest parked message of `key` came, in the mesh's count of arrivals."""
 
-    def __init__(self) -> None:
-        self._prefixes: dict[bytes, Discarded | None] = {}
+    def take_parked(self, receive: Receive) -> bool:
+        """Give the oldest parked message of its key to `receive`; results and errors as PeerCore.post_receive."""
 
-    def add(self, prefix: bytes, discarded: Discarded | None = None) -> None:
-        """Remember a group (8 bytes) or an operation (16 bytes), forgetting the oldest beyond MAX_DROPPED_GROUPS.
-
-        `discarded` hears of every message of the group that is thrown away from now on; it must not raise.
-        """
-        self._prefixes.pop(prefix, None)
-        self._prefixes[prefix] = discarded
-        if len(self._prefixes) > MAX_DROPPED_GROUPS:
-            del self._prefixes[next(iter(self._prefixes))]
-
-    def __contains__(self, key: bytes) -> bool:
-        """Whether messages of `key` are thrown away."""
-        return key[:8] in self._prefixes or key[:16] in self._prefixes
-
-    def discard(self, key: bytes, source: int, meta: bytes) -> None:
-        """A message of `key` is thrown away."""
-        discarded = self._prefixes.get(key[:8])
-        if discarded is not None:
-            discarded(source, meta)
+    def ask(self, key: bytes) -> None:
+        """A receive for `key` is posted: if the peer is stalled, have it send one."""
 
 
 class AnySourceTable:
@@ -383,23 +184,38 @@ class AnySourceTable:
             self._stalled.pop(peer, None)
 
 
-def given_up(source: int, *, late: bool) -> DistError:
-    """What a receive raises whose message its sender did not send to the end, or whose group ended there."""
-    if late:
-        text = f"rank {source} gave this message up before it was sent: its send timed out or was cancelled"
-        return CollectiveTimeoutError(text, (source,))
-    text = f"rank {source} aborted the group while it sent this message"
-    return GroupAbortedError(text, "aborted by the sender", source)
+Discarded: TypeAlias = Callable[[int, bytes], object]
+"""discarded(source, meta): a message of a group that was dropped is thrown away."""
 
 
-def not_received(rank: int) -> PeerLostError:
-    """What a send raises whose group its receiver has closed."""
-    return PeerLostError(f"rank {rank} has closed the group without receiving the message", rank, left=True)
+MAX_DROPPED_GROUPS: Final = 4096
+"""Groups remembered as dropped: late frames of one come within a round trip, so only the newest matter."""
 
 
-def nobody_left(own: int, ranks: Collection[int], gone: Mapping[int, bool]) -> PeerLostError:
-    """What a receive from any of `ranks` raises when all others than `own` are gone: one of them, a lost one if any."""
-    others = sorted(rank for rank in ranks if rank != own)
-    blamed = next((rank for rank in others if not gone[rank]), others[0])
-    text = ", ".join(map(str, others[:20])) + (", ..." if len(others) > 20 else "")
-    return PeerLostError(f"nobody can send this any more: rank {text} left or was lost", blamed, left=gone[blamed])
+class DroppedGroups:
+    """Groups, and single operations of groups, whose late messages are thrown away; shared by the peers of a mesh."""
+
+    __slots__ = ("_prefixes",)
+
+    def __init__(self) -> None:
+        self._prefixes: dict[bytes, Discarded | None] = {}
+
+    def add(self, prefix: bytes, discarded: Discarded | None = None) -> None:
+        """Remember a group (8 bytes) or an operation (16 bytes), forgetting the oldest beyond MAX_DROPPED_GROUPS.
+
+        `discarded` hears of every message of the group that is thrown away from now on; it must not raise.
+        """
+        self._prefixes.pop(prefix, None)
+        self._prefixes[prefix] = discarded
+        if len(self._prefixes) > MAX_DROPPED_GROUPS:
+            del self._prefixes[next(iter(self._prefixes))]
+
+    def __contains__(self, key: bytes) -> bool:
+        """Whether messages of `key` are thrown away."""
+        return key[:8] in self._prefixes or key[:16] in self._prefixes
+
+    def discard(self, key: bytes, source: int, meta: bytes) -> None:
+        """A message of `key` is thrown away."""
+        discarded = self._prefixes.get(key[:8])
+        if discarded is not None:
+            discarded(source, meta)

@@ -14,12 +14,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from asyncdist.transport.protocol.frame import FRAGMENT_BYTES
-from asyncdist.transport.protocol.inbound import Inbound
-from asyncdist.transport.protocol.loans import Loans
-from asyncdist.transport.protocol.matching import AnySourceTable, DroppedGroups, Receive, SendOp, Unexpected
-from asyncdist.transport.protocol.outbound import Outbound
+from asyncdist.transport.protocol.matching import AnySourceTable, DroppedGroups, Unexpected
+from asyncdist.transport.protocol.operations import Receive, SendOp
+from asyncdist.transport.protocol.output_queue import Arm, Writer
 from asyncdist.transport.protocol.reader import Reader
-from asyncdist.transport.protocol.writer import Arm, Writer
+from asyncdist.transport.protocol.receiver import Inbound
+from asyncdist.transport.protocol.sender import Outbound
+from asyncdist.transport.protocol.zero_copy import Loans
 
 __all__ = ["Arm", "PeerCore", "Writer"]
 

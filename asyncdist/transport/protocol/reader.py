@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Final
 
 from asyncdist.errors import RemoteProtocolError
-from asyncdist.transport.protocol.credit import RETURN_CREDIT_BYTES
+from asyncdist.transport.protocol.flow_control import RETURN_CREDIT_BYTES
 from asyncdist.transport.protocol.frame import (
     COLLECTIVE,
     EAGER_BYTES,
@@ -28,10 +28,9 @@ from asyncdist.transport.protocol.frame import (
     POINT_TO_POINT,
     Kind,
 )
-from asyncdist.transport.protocol.inbound import Inbound
-from asyncdist.transport.protocol.matching import Receive
-from asyncdist.transport.protocol.outbound import Outbound
-from asyncdist.transport.protocol.pulls import Stream
+from asyncdist.transport.protocol.operations import Receive, Stream
+from asyncdist.transport.protocol.receiver import Inbound
+from asyncdist.transport.protocol.sender import Outbound
 
 __all__ = ["SCRATCH_BYTES", "Reader"]
 

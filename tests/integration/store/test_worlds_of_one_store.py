@@ -10,7 +10,7 @@ import asyncdist as dist
 import asyncdist_server
 from asyncdist.concurrency.deadline import Deadline
 from asyncdist.init import _Restarts
-from asyncdist.transport.addresses.address import PeerAddress
+from asyncdist.transport.addresses import PeerAddress
 from asyncdist.world.rendezvous import Rendezvous
 
 

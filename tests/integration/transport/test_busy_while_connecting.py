@@ -11,7 +11,7 @@ from mesh_world import received, world
 from punctual import Late, punctual
 from waiting import eventually
 
-from asyncdist.transport.addresses.address import PeerAddress
+from asyncdist.transport.addresses import PeerAddress
 from asyncdist.transport.config import LATE_S
 from asyncdist.transport.connections.dialer import Dialer
 from asyncdist.transport.connections.handshake import Handshake

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from asyncdist.testing.transport_conformance import MESH_CHECKS, MeshCheck
-from asyncdist.transport.addresses.address import PeerAddress
+from asyncdist.transport.addresses import PeerAddress
 from asyncdist.transport.base_mesh import MeshOwner
 from asyncdist.transport.config import TransportConfig
 from asyncdist.transport.mesh import Mesh

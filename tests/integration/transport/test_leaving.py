@@ -20,10 +20,10 @@ from punctual import assert_within, punctual
 from waiting import PATIENCE_S, eventually
 
 from asyncdist.errors import ClosedError, PeerLostError
-from asyncdist.transport.addresses.address import PeerAddress
+from asyncdist.transport.addresses import PeerAddress
 from asyncdist.transport.mesh import Mesh
 from asyncdist.transport.protocol.frame import EAGER_BYTES, pack_key
-from asyncdist.transport.protocol.matching import SendOp
+from asyncdist.transport.protocol.operations import SendOp
 from asyncdist.transport.protocol.peer import PeerCore
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "unix", "tcp"])
@@ -268,7 +268,7 @@ PEER = textwrap.dedent(
     import asyncio, sys
     sys.path.insert(0, {kits!r})
     from mesh_world import World
-    from asyncdist.transport.addresses.address import PeerAddress
+    from asyncdist.transport.addresses import PeerAddress
 
     async def main():
         made = World(2, {transport!r})

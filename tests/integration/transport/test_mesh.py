@@ -16,10 +16,10 @@ from mesh_world import World, received, world
 from waiting import eventually
 
 from asyncdist.errors import ClosedError, DistNetworkError, PeerLostError
-from asyncdist.transport.addresses.address import PeerAddress
+from asyncdist.transport.addresses import PeerAddress
 from asyncdist.transport.config import TransportConfig
 from asyncdist.transport.connections import dialer, link
-from asyncdist.transport.connections.tcp import UNSENT_BYTES, set_stream_options
+from asyncdist.transport.connections.connection import UNSENT_BYTES, set_stream_options
 
 SIOCOUTQNSD = 0x894B
 """Asks Linux for the bytes of a TCP socket that were not sent."""

@@ -15,7 +15,7 @@ from mesh_world import World, received, world
 from punctual import Late, assert_within, punctual
 from waiting import eventually
 
-from asyncdist.transport.addresses.address import PeerAddress
+from asyncdist.transport.addresses import PeerAddress
 from asyncdist.transport.connections import link
 from asyncdist.transport.connections.handshake import Handshake
 from asyncdist.transport.connections.link import LinkState

@@ -16,7 +16,7 @@ from punctual import assert_within, punctual
 from waiting import PATIENCE_S, eventually
 
 from asyncdist.errors import ConnectTimeoutError, DistStoreError, PeerLostError
-from asyncdist.transport.addresses.address import PeerAddress
+from asyncdist.transport.addresses import PeerAddress
 from asyncdist.transport.config import TransportConfig
 from asyncdist.transport.connections import dialer
 

@@ -11,7 +11,7 @@ from group_kit import Group
 
 import asyncdist as dist
 from asyncdist.testing import run_world
-from asyncdist.transport.protocol.matching import SendOp
+from asyncdist.transport.protocol.operations import SendOp
 
 SHAPES = [(0, 1 << 63), (0, 1 << 62), (1 << 32, 0, 1 << 32), (0, (1 << 64) - 1)]
 

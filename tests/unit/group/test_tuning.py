@@ -19,8 +19,7 @@ from asyncdist.plan.cost.constants import ASYNCIO
 from asyncdist.plan.selection.tuning import DEFAULT_TUNING, Tuning
 from asyncdist.store import HashStore
 from asyncdist.testing import run_world
-from asyncdist.transport.in_memory.mesh import MemoryMesh
-from asyncdist.transport.in_memory.network import MemoryNetwork
+from asyncdist.transport.in_memory import MemoryMesh, MemoryNetwork
 from asyncdist.world.init_method import InitMethod, StoreSource
 
 

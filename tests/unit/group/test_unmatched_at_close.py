@@ -16,7 +16,7 @@ from asyncdist.gpu.messages import UNWANTED, Announcement
 from asyncdist.group.point_to_point import MAX_HELD, _discarded
 from asyncdist.testing import run_world
 from asyncdist.transport.protocol.frame import CREDIT_BYTES, POINT_TO_POINT
-from asyncdist.transport.protocol.matching import SendOp
+from asyncdist.transport.protocol.operations import SendOp
 
 
 @pytest.mark.parametrize("late", [False, True])

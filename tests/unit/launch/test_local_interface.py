@@ -6,7 +6,7 @@ import pytest
 
 from asyncdist.launch import local_interface
 from asyncdist.launch.local_interface import interface_with
-from asyncdist.transport.addresses.interfaces import Interface, list_interfaces
+from asyncdist.transport.addresses import Interface, list_interfaces
 
 
 def test_every_address_of_this_host_is_found() -> None:

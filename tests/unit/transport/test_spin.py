@@ -21,8 +21,7 @@ from asyncdist.concurrency.spin import (
 from asyncdist.transport import spin
 from asyncdist.transport.base_mesh import BURST, BaseMesh
 from asyncdist.transport.config import TransportConfig
-from asyncdist.transport.neighbors import MAX_NEIGHBORS, Neighbors
-from asyncdist.transport.spin import ALONE_S, FARTHEST, RANKS_PER_CORE, Spinner
+from asyncdist.transport.spin import ALONE_S, FARTHEST, MAX_NEIGHBORS, RANKS_PER_CORE, Neighbors, Spinner
 
 CORES = 4
 LIMIT_US = 20.0

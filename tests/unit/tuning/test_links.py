@@ -9,7 +9,7 @@ import pytest
 import asyncdist as dist
 from asyncdist.plan.cost.constants import Link
 from asyncdist.testing import run_world
-from asyncdist.transport.in_memory.network import MAX_FLIGHT_BYTES
+from asyncdist.transport.in_memory import MAX_FLIGHT_BYTES
 from asyncdist.tuning.links import measure_link
 
 

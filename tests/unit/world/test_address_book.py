@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgpack
 import pytest
 
-from asyncdist.transport.addresses.address import MAX_ADDRESS_BYTES, PeerAddress
+from asyncdist.transport.addresses import MAX_ADDRESS_BYTES, PeerAddress
 from asyncdist.transport.protocol.frame import MAX_CONTROL_BYTES
 from asyncdist.world import address_book
 from asyncdist.world.address_book import FAN_OUT, PIECE_BYTES, TOLD_AT_ONCE_BYTES, AddressBook, children_of, parent_of

@@ -15,8 +15,8 @@ from asyncdist.concurrency.deadline import Deadline
 from asyncdist.errors import ConnectTimeoutError, DistError
 from asyncdist.store import HashStore
 from asyncdist.testing.loop import VirtualTimeLoop
-from asyncdist.transport.absence import Absence
-from asyncdist.transport.addresses.address import PeerAddress
+from asyncdist.transport.addresses import PeerAddress
+from asyncdist.transport.context import Absence
 from asyncdist.world.attempts import ALIVE_S, ENDS_KEPT
 from asyncdist.world.rendezvous import Met, Rendezvous
 

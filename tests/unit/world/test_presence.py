@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncdist.store import FileStore, HashStore, Store
-from asyncdist.transport.absence import Absence
+from asyncdist.transport.context import Absence
 from asyncdist.world.attempts import LEFT, RESIGNED, Presence
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import asyncdist as dist
 from asyncdist.concurrency.integers import derive_group_id
 from asyncdist.testing import run_world
-from asyncdist.transport.addresses.address import MAX_ADDRESS_BYTES
+from asyncdist.transport.addresses import MAX_ADDRESS_BYTES
 from asyncdist.world import world
 from asyncdist.world.control import MAX_RANKS_NAMED, Abort, decode
 

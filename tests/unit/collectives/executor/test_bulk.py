@@ -16,7 +16,7 @@ from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.selection.selector import algorithms, plan_for
 from asyncdist.plan.steps import Buffer, Recv, RecvReduce, Send, Slice
 from asyncdist.plan.summary import traffic
-from asyncdist.transport.protocol.matching import Receive, SendOp
+from asyncdist.transport.protocol.operations import Receive, SendOp
 
 
 class Connection:

@@ -15,7 +15,7 @@ from asyncdist.collectives.executor.scratch import ScratchPool
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.steps import Buffer, Slice
 from asyncdist.transport.protocol.frame import EARLY_PULL_BYTES
-from asyncdist.transport.protocol.matching import Receive, SendOp
+from asyncdist.transport.protocol.operations import Receive, SendOp
 
 
 class Copies(Execution):

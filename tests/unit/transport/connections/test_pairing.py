@@ -18,13 +18,19 @@ from mesh_world import Rank, World, open_fds, received, world
 
 from asyncdist.errors import RemoteProtocolError
 from asyncdist.transport.config import TransportConfig
-from asyncdist.transport.connections.pairing import Pairing
-from asyncdist.transport.connections.shm import ShmConnection
+from asyncdist.transport.connections.shm import Pairing, ShmConnection
 from asyncdist.transport.fork import SocketSet
 from asyncdist.transport.host_memory import MIN_RING_BYTES, RING_BYTES, HostMemory
-from asyncdist.transport.shared_memory.parcel import READY, SEGMENT, SETUP, Parcel, ParcelReader
 from asyncdist.transport.shared_memory.ring import half_bytes
-from asyncdist.transport.shared_memory.segment import AttachedSegment, Segment
+from asyncdist.transport.shared_memory.segment import (
+    READY,
+    SEGMENT,
+    SETUP,
+    AttachedSegment,
+    Parcel,
+    ParcelReader,
+    Segment,
+)
 
 
 class Side:
@@ -128,7 +134,7 @@ async def test_descriptors_that_cannot_be_mapped_are_a_refusal(monkeypatch: pyte
             os.close(fd)
             raise OSError(12, "Cannot allocate memory")
 
-        monkeypatch.setattr("asyncdist.transport.connections.pairing.AttachedSegment", full)
+        monkeypatch.setattr("asyncdist.transport.connections.shm.AttachedSegment", full)
         assert two.hear() is None
         monkeypatch.undo()
         assert one.hear() is None

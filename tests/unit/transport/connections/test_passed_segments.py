@@ -14,7 +14,7 @@ from asyncdist.errors import PeerLostError
 from asyncdist.transport.connections.shm import ShmConnection
 from asyncdist.transport.host_memory import HostMemory
 from asyncdist.transport.protocol.frame import pack_key
-from asyncdist.transport.protocol.matching import Receive
+from asyncdist.transport.protocol.operations import Receive
 from asyncdist.transport.shared_memory.arrays import ARENA_BYTES
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared on Linux only")

@@ -12,7 +12,7 @@ from waiting import eventually
 
 from asyncdist.errors import PeerLostError
 from asyncdist.transport.connections.shm import ShmConnection
-from asyncdist.transport.protocol.loans import READ_BYTES
+from asyncdist.transport.protocol.zero_copy import READ_BYTES
 from asyncdist.transport.shared_memory.process_memory import PROCESS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared on Linux only")

@@ -11,7 +11,7 @@ from small_limits import ASKS, CREDIT, EAGER, OFFERS, small_limits
 from transport_pair import Pair, Recorder, collective, p2p, receive, send
 
 from asyncdist.transport.protocol.frame import FLAG_END, Kind, pack_header, pack_key, unpack_key
-from asyncdist.transport.protocol.matching import Receive
+from asyncdist.transport.protocol.operations import Receive
 
 LARGE = EAGER + 1
 NOBODY_RECEIVES = 9999

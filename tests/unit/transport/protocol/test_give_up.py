@@ -9,7 +9,7 @@ from transport_pair import Pair, Recorder, p2p, receive, send
 
 from asyncdist.errors import CollectiveTimeoutError
 from asyncdist.transport.protocol.frame import CREDIT_BYTES, EAGER_BYTES, FRAGMENT_BYTES, MAX_OFFERS
-from asyncdist.transport.protocol.matching import Receive, SendOp
+from asyncdist.transport.protocol.operations import Receive, SendOp
 from asyncdist.transport.protocol.peer import PeerCore
 
 MIB = 1 << 20

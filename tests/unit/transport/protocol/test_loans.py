@@ -20,10 +20,9 @@ from asyncdist.transport.protocol.frame import (
     pack_header,
     pack_lent,
 )
-from asyncdist.transport.protocol.loans import MAX_BORROWED
+from asyncdist.transport.protocol.zero_copy import MAX_BORROWED
 from asyncdist.transport.shared_memory.arrays import ARENA_BYTES
-from asyncdist.transport.shared_memory.parcel import ARENA, Parcel
-from asyncdist.transport.shared_memory.segment import Segment
+from asyncdist.transport.shared_memory.segment import ARENA, Parcel, Segment
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared on Linux only")
 

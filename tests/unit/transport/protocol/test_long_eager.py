@@ -17,7 +17,7 @@ from asyncdist.transport.protocol.frame import (
     Kind,
     pack_header,
 )
-from asyncdist.transport.protocol.matching import Receive, SendOp
+from asyncdist.transport.protocol.operations import Receive, SendOp
 from asyncdist.transport.protocol.reader import GATHER_BYTES, SCRATCH_BYTES
 
 LENGTHS = (GATHER_BYTES, GATHER_BYTES + 1, SCRATCH_BYTES, EAGER_BYTES)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from transport_pair import GROUP_BYTES, Recorder, p2p
 
 from asyncdist.transport.protocol import matching
-from asyncdist.transport.protocol.matching import AnySourceTable, DroppedGroups, Receive, ReceiveTable
+from asyncdist.transport.protocol.matching import AnySourceTable, DroppedGroups, ReceiveTable
+from asyncdist.transport.protocol.operations import Receive
 
 
 def receives(count: int, tag: int = 0, sink: Recorder | None = None) -> list[Receive]:

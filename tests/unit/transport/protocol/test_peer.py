@@ -21,7 +21,7 @@ from asyncdist.transport.protocol.frame import (
     MESSAGE_OVERHEAD_BYTES,
     Kind,
 )
-from asyncdist.transport.protocol.matching import SendOp
+from asyncdist.transport.protocol.operations import SendOp
 from asyncdist.transport.protocol.reader import SCRATCH_BYTES
 
 MIB = 1 << 20

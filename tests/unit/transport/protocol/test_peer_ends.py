@@ -16,7 +16,7 @@ from asyncdist.transport.protocol.frame import (
     EAGER_BYTES,
     HEADER_BYTES,
 )
-from asyncdist.transport.protocol.matching import SendOp
+from asyncdist.transport.protocol.operations import SendOp
 
 MIB = 1 << 20
 

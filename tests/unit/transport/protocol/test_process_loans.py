@@ -23,7 +23,7 @@ from asyncdist.transport.protocol.frame import (
     pack_lent,
     pack_memory,
 )
-from asyncdist.transport.protocol.loans import COPY_BYTES, MAX_ADDRESS, READ_BYTES
+from asyncdist.transport.protocol.zero_copy import COPY_BYTES, MAX_ADDRESS, READ_BYTES
 from asyncdist.transport.shared_memory import process_memory
 from asyncdist.transport.shared_memory.process_memory import PROCESS, OwnMemory, Unreadable
 

@@ -6,7 +6,7 @@ import pytest
 from transport_pair import GROUP_BYTES, Pair, Recorder, p2p, receive, send
 
 from asyncdist.transport.protocol.frame import CREDIT_BYTES, EAGER_BYTES
-from asyncdist.transport.protocol.matching import Receive
+from asyncdist.transport.protocol.operations import Receive
 
 
 def taken(pair: Pair, sink: Recorder, data: bytes) -> Receive:

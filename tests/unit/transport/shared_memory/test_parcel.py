@@ -14,7 +14,7 @@ import pytest
 from mesh_world import open_fds
 
 from asyncdist.errors import RemoteProtocolError
-from asyncdist.transport.shared_memory.parcel import READY, REFUSAL, SEGMENT, SETUP, Parcel, ParcelReader, send_parcel
+from asyncdist.transport.shared_memory.segment import READY, REFUSAL, SEGMENT, SETUP, Parcel, ParcelReader, send_parcel
 
 Pair = tuple[socket.socket, socket.socket]
 

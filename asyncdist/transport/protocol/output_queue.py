@@ -1,13 +1,9 @@
-"""OutputQueue: what waits to be written to one connection, in which order, and what each write completed.
-
-Order of writing: the rest of a frame begun, returned credit, control frames, data frames and offers (first in, first
-out, so that messages of one key keep their order), then a fragment of each message being pulled in turn. Nothing but a
-begun frame is ever committed to, so a control frame waits behind at most FRAGMENT_BYTES.
-"""
+"""Stub."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
 from asyncdist.errors import RemoteProtocolError
@@ -27,10 +23,42 @@ from asyncdist.transport.protocol.frame import (
     pack_fragment,
     pack_header,
 )
-from asyncdist.transport.protocol.matching import SendOp
-from asyncdist.transport.protocol.writer import Arm, Buffer, Writer, nothing, refuse, rest_of
+from asyncdist.transport.protocol.operations import SendOp
 
-__all__ = ["OutputQueue"]
+__all__ = ["Arm", "Buffer", "OutputQueue", "Writer", "nothing", "refuse", "rest_of"]
+
+Buffer: TypeAlias = bytes | memoryview
+
+Writer: TypeAlias = Callable[[Sequence[Buffer]], int]
+"""Non-blocking gather write: takes buffers, returns how many bytes the OS accepted (0 when it would block).
+
+It must not raise for a broken connection: it notes the error, returns 0, and fails the core from the loop.
+"""
+
+Arm: TypeAlias = Callable[[], None]
+"""Called when output is left over: `flush()` must be called once the socket is writable. May be called repeatedly."""
+
+
+def rest_of(buffers: list[Buffer], sent: int) -> tuple[list[Buffer], int]:
+    """What is left of `buffers` after `sent` bytes, and what is left of `sent` after `buffers`."""
+    rest: list[Buffer] = []
+    for buffer in buffers:
+        if sent >= len(buffer):
+            sent -= len(buffer)
+        else:
+            rest.append(memoryview(buffer)[sent:])
+            sent = 0
+    return rest, sent
+
+
+def refuse(buffers: Sequence[Buffer]) -> int:
+    """A writer before its connection is open, and after its end."""
+    return 0
+
+
+def nothing() -> None:
+    """The same for `Arm`."""
+
 
 URGENT_CREDIT_BYTES: Final = CREDIT_BYTES // 2
 """Credit owed from which a frame of its own returns it; less goes along with whatever is written next."""

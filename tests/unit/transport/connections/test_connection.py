@@ -13,11 +13,11 @@ from transport_pair import Recorder, p2p, receive, send
 from waiting import eventually
 
 from asyncdist.errors import ClosedError, RemoteProtocolError
-from asyncdist.transport.connections import tcp
-from asyncdist.transport.connections.tcp import MAX_CALL_FRAMES, StreamConnection
+from asyncdist.transport.connections import connection
+from asyncdist.transport.connections.connection import MAX_CALL_FRAMES, StreamConnection
 from asyncdist.transport.fork import SocketSet
 from asyncdist.transport.protocol.frame import MAX_CALL_BYTES
-from asyncdist.transport.protocol.matching import Receive
+from asyncdist.transport.protocol.operations import Receive
 from asyncdist.transport.protocol.peer import PeerCore
 
 BUFFER_BYTES = 65_536
@@ -192,10 +192,10 @@ async def test_a_callback_ends_at_one_byte_past_the_limit_only_after_another_rea
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair.connection._recv_into = endless = ScriptedSocket()
-    monkeypatch.setattr(tcp, "MAX_CALL_BYTES", 2 * BUFFER_BYTES)
+    monkeypatch.setattr(connection, "MAX_CALL_BYTES", 2 * BUFFER_BYTES)
     pair.connection._readable()
     assert endless.calls == 2
-    monkeypatch.setattr(tcp, "MAX_CALL_BYTES", 2 * BUFFER_BYTES + 1)
+    monkeypatch.setattr(connection, "MAX_CALL_BYTES", 2 * BUFFER_BYTES + 1)
     pair.connection._readable()
     assert endless.calls == 5
 

@@ -12,15 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncdist.errors import DistNetworkError, RemoteProtocolError
-from asyncdist.transport.addresses import address as address_module
-from asyncdist.transport.addresses.address import (
+from asyncdist.transport import addresses as address_module
+from asyncdist.transport.addresses import (
     MAX_ADDRESS_BYTES,
     MAX_ENDPOINTS,
+    Interface,
     PeerAddress,
     host_id,
+    is_local_ip,
+    list_interfaces,
     local_address,
+    select_ips,
 )
-from asyncdist.transport.addresses.interfaces import Interface, is_local_ip, list_interfaces, select_ips
 
 INTERFACES = [
     Interface("lo", "127.0.0.1"),

@@ -15,8 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mesh_world import open_fds, received, world
 
-from asyncdist.transport.addresses.address import PeerAddress, host_id
-from asyncdist.transport.addresses.socket_dir import (
+from asyncdist.transport.addresses import PeerAddress, host_id
+from asyncdist.transport.config import TransportConfig
+from asyncdist.transport.connections.dialer import choose_targets
+from asyncdist.transport.socket_dir import (
     MAX_PATH_BYTES,
     MAX_SWEPT,
     check_directory,
@@ -26,8 +28,6 @@ from asyncdist.transport.addresses.socket_dir import (
     publish,
     sweep,
 )
-from asyncdist.transport.config import TransportConfig
-from asyncdist.transport.connections.dialer import choose_targets
 
 
 @pytest.fixture

@@ -11,8 +11,7 @@ from asyncdist.testing.conformance_tools import OpenMeshes
 from asyncdist.testing.loop import VirtualTimeLoop
 from asyncdist.testing.transport_conformance import MESH_CHECKS, MeshCheck
 from asyncdist.transport.base_mesh import MeshOwner
-from asyncdist.transport.in_memory.mesh import MemoryMesh
-from asyncdist.transport.in_memory.network import MemoryNetwork
+from asyncdist.transport.in_memory import MemoryMesh, MemoryNetwork
 
 
 def in_memory(seed: int | None = None, latency_s: float = 0.0) -> OpenMeshes:

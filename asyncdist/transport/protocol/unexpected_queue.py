@@ -1,4 +1,4 @@
-"""Parking: messages of one peer that came before their receives, within the bounds of credit and offers."""
+"""Stub."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from asyncdist.errors import RemoteProtocolError
-from asyncdist.transport.protocol.credit import ReceiveWindow
+from asyncdist.transport.protocol.flow_control import ReceiveWindow
 from asyncdist.transport.protocol.frame import (
     CREDIT_BYTES,
     MAX_OFFERS,
@@ -14,9 +14,29 @@ from asyncdist.transport.protocol.frame import (
     POINT_TO_POINT,
     describe_key,
 )
-from asyncdist.transport.protocol.matching import AnySourceTable, ParkedMessage, ParkingPeer, Unexpected
+from asyncdist.transport.protocol.matching import AnySourceTable, ParkingPeer, Unexpected
 
-__all__ = ["Parking"]
+__all__ = ["ParkedMessage", "Parking"]
+
+
+class ParkedMessage:
+    """A message that came before its receive: with its payload, or (None) an offer of it.
+
+    `returned`: it had met a receive that was given up, and its sender has its credit back.
+    """
+
+    __slots__ = ("arrival", "fingerprint", "length", "message_id", "meta", "payload", "returned")
+
+    def __init__(
+        self, payload: bytes | memoryview | None, length: int, meta: bytes, fingerprint: int, message_id: int
+    ) -> None:
+        self.payload = payload
+        self.length = length
+        self.meta = meta
+        self.fingerprint = fingerprint
+        self.message_id = message_id
+        self.arrival = 0
+        self.returned = False
 
 
 class Parking:

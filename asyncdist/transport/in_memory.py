@@ -1,22 +1,246 @@
-"""MemoryMesh: a `Mesh` whose connections are those of a `MemoryNetwork`."""
+"""Stub."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from asyncdist.errors import ClosedError, PeerLostError, RemoteProtocolError
-from asyncdist.transport.absence import Absence
-from asyncdist.transport.addresses.address import PeerAddress
+from asyncdist.transport.addresses import PeerAddress
 from asyncdist.transport.base_mesh import BaseMesh, MeshOwner
-from asyncdist.transport.in_memory.network import MemoryLink, MemoryNetwork
-from asyncdist.transport.protocol.kept_error import NO_GOODBYE
+from asyncdist.transport.context import Absence
+from asyncdist.transport.protocol.frame import MAX_CALL_BYTES
 from asyncdist.transport.protocol.matching import Discarded
+from asyncdist.transport.protocol.operations import NO_GOODBYE
 from asyncdist.transport.protocol.peer import PeerCore
 
-__all__ = ["MemoryMesh"]
+__all__ = ["MemoryLink", "MemoryMesh", "MemoryNetwork"]
+
+MAX_FLIGHT_BYTES: Final = 2 * MAX_CALL_BYTES
+"""Bytes in one direction of a link before its writer says it is full, as a socket's buffer would."""
+
+JITTER_S: Final = 0.001
+"""Random extra latency of a seeded network, on top of the given one: enough to reorder anything between links."""
+
+
+class _Direction:
+    """One way of a link: from the core of `source` to that of `target`, in order."""
+
+    __slots__ = (
+        "_arrival_s",
+        "_closed",
+        "_ended",
+        "_flight",
+        "_flight_bytes",
+        "_network",
+        "_source",
+        "_target",
+        "_timer",
+        "_wants_flush",
+    )
+
+    def __init__(self, network: MemoryNetwork, source: MemoryMesh, target: MemoryMesh) -> None:
+        self._network = network
+        self._source = source
+        self._target = target
+        self._flight: deque[tuple[float, memoryview | None]] = deque()  # None is the end of the stream
+        self._flight_bytes = 0
+        self._arrival_s = 0.0
+        self._timer: asyncio.Handle | None = None
+        self._wants_flush = False
+        self._closed = False
+        self._ended = False
+
+    def open(self) -> None:
+        """Let the source write."""
+        self._source.link_core(self._target.rank).open(self._write, self._arm)
+
+    def end(self) -> None:
+        """The source will write no more."""
+        self._send(None)
+        self._ended = True
+        self._wants_flush = False
+
+    def close(self) -> None:
+        """Nothing arrives any more; what is written is lost."""
+        self._closed = True
+        self._flight.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _write(self, buffers: Sequence[bytes | memoryview]) -> int:
+        room = self._network.accepted(MAX_FLIGHT_BYTES - self._flight_bytes)
+        data = memoryview(b"".join(buffers))[:room]
+        for segment in self._network.cut_up(data):
+            self._send(segment)
+        self._flight_bytes += len(data)
+        return len(data)
+
+    def _arm(self) -> None:
+        if not self._ended:
+            self._wants_flush = True
+            self._schedule()
+
+    def _send(self, segment: memoryview | None) -> None:
+        if not self._closed:
+            self._arrival_s = max(self._arrival_s, self._network.arrival_s())
+            self._flight.append((self._arrival_s, segment))
+            self._schedule()
+
+    def _schedule(self) -> None:
+        if self._timer is not None or self._closed:
+            return
+        loop = self._network.loop
+        due_s = loop.time() if self._can_flush or not self._flight else self._flight[0][0]
+        self._timer = loop.call_at(due_s, self._turn) if due_s > loop.time() else loop.call_soon(self._turn)
+
+    @property
+    def _can_flush(self) -> bool:
+        return self._wants_flush and self._flight_bytes < MAX_FLIGHT_BYTES
+
+    def _turn(self) -> None:
+        self._timer = None
+        self._deliver()
+        if self._closed:
+            return
+        if self._can_flush:
+            self._wants_flush = False
+            if not self._source.link_core(self._target.rank).flush():
+                self._wants_flush = not self._ended
+            self._source.link_moved(self._target.rank)
+        if self._flight or self._wants_flush:
+            self._schedule()
+
+    def _deliver(self) -> None:
+        """Hand over what has arrived, as a socket's shell would."""
+        core = self._target.link_core(self._source.rank)
+        now_s = self._network.loop.time()
+        budget = MAX_CALL_BYTES
+        while self._flight and self._flight[0][0] <= now_s and budget > 0:
+            arrival_s, segment = self._flight.popleft()
+            if segment is None:
+                self._target.link_eof(self._source.rank)
+                return
+            buffer = core.get_buffer()
+            nbytes = min(len(segment), len(buffer))
+            buffer[:nbytes] = segment[:nbytes]
+            if nbytes < len(segment):
+                self._flight.appendleft((arrival_s, segment[nbytes:]))
+            self._flight_bytes -= nbytes
+            self._network.delivered_bytes += nbytes
+            budget -= nbytes
+            try:
+                core.buffer_updated(nbytes)
+            except RemoteProtocolError as error:
+                self._target.link_broken(self._source.rank, error)
+            if self._closed:
+                return
+        self._target.link_moved(self._source.rank)
+
+
+class MemoryLink:
+    """What connects two ranks, or a rank with itself: then its one direction leads back."""
+
+    __slots__ = ("_ended", "_network", "_out")
+
+    def __init__(self, network: MemoryNetwork, one: MemoryMesh, other: MemoryMesh) -> None:
+        self._network = network
+        self._ended: set[int] = set()
+        self._out = {one: _Direction(network, one, other)}
+        if one is not other:
+            self._out[other] = _Direction(network, other, one)
+
+    def open(self) -> None:
+        """Let bytes flow."""
+        for mesh in self._out:
+            mesh.link_open(self._other(mesh).rank, self)
+        for direction in self._out.values():
+            direction.open()
+
+    def end(self, mesh: MemoryMesh) -> None:
+        """`mesh` writes no more; what it wrote still arrives. Idempotent."""
+        if mesh.rank not in self._ended:
+            self._ended.add(mesh.rank)
+            self._out[mesh].end()
+
+    def hang_up(self, mesh: MemoryMesh) -> None:
+        """`mesh` neither writes nor reads any more."""
+        self.end(mesh)
+        self._out[self._other(mesh)].close()
+
+    def cut(self) -> None:
+        """Whatever is under way is lost, and each end finds that nothing more will come."""
+        for mesh, direction in self._out.items():
+            direction.close()
+            self._network.loop.call_soon(mesh.link_eof, self._other(mesh).rank)
+
+    def _other(self, mesh: MemoryMesh) -> MemoryMesh:
+        return next((other for other in self._out if other is not mesh), mesh)
+
+
+class MemoryNetwork:
+    """Where `MemoryMesh`es find each other, by world and rank.
+
+    `latency_s` is the time every byte takes. A `seed` makes segments, latencies and partial writes random, and the
+    same in every run of a deterministic program.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, seed: int | None = None, latency_s: float = 0.0) -> None:
+        self.loop = loop
+        self._random = None if seed is None else random.Random(seed)
+        self.delivered_bytes = 0
+        self._latency_s = latency_s
+        self._meshes: dict[tuple[bytes, int], MemoryMesh] = {}
+        self._waiting: dict[tuple[bytes, int], list[MemoryMesh]] = {}
+
+    def cut(self, rank: int, world_id: bytes = b"") -> None:
+        """`rank` vanishes at once: its peers lose it, and what it has pending fails with ClosedError."""
+        self._meshes[world_id, rank].abort("this rank was cut off")
+
+    def register(self, mesh: MemoryMesh) -> None:
+        """`mesh` can be connected to from now on; who waited for it is."""
+        self._meshes[mesh.world_id, mesh.rank] = mesh
+        for dialer in self._waiting.pop((mesh.world_id, mesh.rank), []):
+            self.dial(dialer, mesh.rank)
+
+    def dial(self, mesh: MemoryMesh, rank: int) -> None:
+        """Connect `mesh` with `rank`, once that exists."""
+        if (mesh.world_id, rank) in self._meshes:
+            self.loop.call_at(self.arrival_s(), self._connect, mesh, rank)
+        else:
+            self._waiting.setdefault((mesh.world_id, rank), []).append(mesh)
+
+    def _connect(self, mesh: MemoryMesh, rank: int) -> None:
+        other = self._meshes[mesh.world_id, rank]
+        if not mesh.link_wanted(rank):
+            return
+        if other.gone:
+            mesh.link_refused(rank, left=other.has_left)
+        else:
+            MemoryLink(self, mesh, other).open()
+
+    def arrival_s(self) -> float:
+        """When something sent now arrives."""
+        jitter_s = 0.0 if self._random is None else self._random.random() * JITTER_S
+        return self.loop.time() + self._latency_s + jitter_s
+
+    def accepted(self, room: int) -> int:
+        """How many bytes a write may take of `room`."""
+        if self._random is None or self._random.random() < 0.7:
+            return max(0, room)
+        return max(0, min(room, self._random.choice((0, 1, 47, 48, 49, 4096, self._random.randrange(1 << 19)))))
+
+    def cut_up(self, data: memoryview) -> list[memoryview]:
+        """The segments in which `data` travels."""
+        if self._random is None or len(data) < 2 or self._random.random() < 0.5:
+            return [data] if data else []
+        cuts = sorted(self._random.randrange(1, len(data)) for _ in range(self._random.randrange(1, 4)))
+        return [data[start:end] for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True) if end > start]
 
 
 class _Peer:

@@ -1,9 +1,4 @@
-"""Loans: which segments of arrays two ranks have agreed to read in each other's memory, and the copies under way.
-
-A segment is offered once, when something in it could first have been lent, and lent from once the peer has said that it
-has mapped it: until then, and if it cannot, payloads travel. So is the memory of this process, where the kernel lets
-the peer read it.
-"""
+"""Stub."""
 
 from __future__ import annotations
 
@@ -19,9 +14,8 @@ from asyncdist.arrays.host import Array
 from asyncdist.concurrency import trace as events
 from asyncdist.errors import ClosedError, RemoteProtocolError
 from asyncdist.transport.protocol.frame import LEND_BYTES, Kind, pack_header, pack_memory, unpack_token
-from asyncdist.transport.protocol.pulls import Stream
+from asyncdist.transport.protocol.operations import Stream
 from asyncdist.transport.shared_memory.arrays import SharedArrays, address_of
-from asyncdist.transport.shared_memory.parcel import Parcel, close_all
 from asyncdist.transport.shared_memory.process_memory import (
     PROCESS,
     OwnMemory,
@@ -30,7 +24,7 @@ from asyncdist.transport.shared_memory.process_memory import (
     Token,
     Unreadable,
 )
-from asyncdist.transport.shared_memory.segment import AttachedSegment
+from asyncdist.transport.shared_memory.segment import AttachedSegment, Parcel, close_all
 
 __all__ = ["COPY_BYTES", "MAX_ADDRESS", "MAX_BORROWED", "READ_BYTES", "Borrowing", "Loans", "place_of"]
 

@@ -1,1 +1,0 @@
-"""Addresses: where a rank can be reached, by TCP or Unix sockets."""
