@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping
 
 import fewer_cases
+import message_states
 import pytest
 import pytest_asyncio
 import slow_cases
@@ -31,6 +32,8 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="asyncdist-tests-")
 """Where stores on loopback keep their user's token: not where the user's own stores do."""
 atexit.register(shutil.rmtree, os.environ["XDG_RUNTIME_DIR"], ignore_errors=True)
+
+message_states.watch_states()
 
 HANGS = 5 / 6
 """Of the time after which faulthandler ends the process: then an asynchronous test is cancelled, and fails alone."""

@@ -311,8 +311,8 @@ class BaseMesh:
             self._any_source.fail_source(rank, error)
             return
         for receive in list(self._any_source.table):
-            if self._all_gone(receive.ranks) and self._any_source.withdraw(receive):
-                receive.sink.message_failed(receive.token, error)
+            if self._all_gone(receive.ranks) and self._any_source.table.remove(receive):
+                receive.fail(error)
 
     def _all_gone(self, ranks: Collection[int]) -> bool:
         """Whether nobody can send any more: all others of `ranks` are gone, and we never were a peer of our own."""

@@ -21,7 +21,7 @@ from transport_pair import Recorder, Wire
 from asyncdist.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
 from asyncdist.transport.protocol.frame import pack_key
 from asyncdist.transport.protocol.matching import AnySourceTable, DroppedGroups
-from asyncdist.transport.protocol.operations import Receive, SendOp
+from asyncdist.transport.protocol.operations import Receive, ReceiveState, SendOp, SendState
 from asyncdist.transport.protocol.peer import PeerCore
 
 TAGS = 3
@@ -288,6 +288,7 @@ class World(RuleBasedStateMachine):
             if step == drop_at:
                 self.drop_group(rng.randrange(3))
             self.bounded()
+            self.states_are_what_the_sinks_heard()
 
     # -- what must hold
 
@@ -303,6 +304,30 @@ class World(RuleBasedStateMachine):
             assert held["credit"] <= 2 * CREDIT
             for window in core._inbound.windows:
                 assert len(window.asked) <= ASKS
+
+    @invariant()
+    def states_are_what_the_sinks_heard(self) -> None:
+        held: dict[tuple[int, int], int] = defaultdict(int)
+        streaming: dict[tuple[int, int], int] = defaultdict(int)
+        for message in self.messages:
+            sink, state, pair = self.sinks[message.source], message.op.state, (message.source, message.target)
+            held[pair] += state is SendState.HELD
+            streaming[pair] += state is SendState.STREAMING
+            assert (message.token in sink.failed) is (state is SendState.FAILED)
+            if message.token in sink.sent:  # a send that is given up too late is complete
+                assert state in (SendState.SENT, SendState.DROPPED)
+            else:
+                assert state is not SendState.SENT
+        for posted in self.receives:
+            sink, of_receive = self.sinks[posted.rank], posted.receive.state
+            assert (posted.token in sink.received) is (of_receive is ReceiveState.RECEIVED)
+            assert (posted.token in sink.failed) is (of_receive is ReceiveState.FAILED)
+            assert posted.withdrawn is (of_receive is ReceiveState.WITHDRAWN)
+        for pair, core in getattr(self, "cores", {}).items():
+            assert core.statistics()["held"] == held[pair]
+            assert (
+                core.statistics()["streams_out"] >= streaming[pair] - 1
+            )  # one was stopped in the middle of a fragment
 
     def settle(self) -> None:
         for wire, opened in zip(self.wires, self.opened, strict=True):
@@ -334,7 +359,10 @@ class World(RuleBasedStateMachine):
                 assert core.statistics()["streams_out"] == 0
 
     def check_ended(self) -> None:
-        """Credit is conserved, and no send waits for a rank that has dropped its group."""
+        """Credit is conserved, nothing is under way, and no send waits for a rank that has dropped its group."""
+        waiting = SendState.HELD, SendState.OFFERED
+        assert all(m.op.state >= SendState.SENT or m.op.state in waiting for m in self.messages)
+        assert not any(p.receive.state is ReceiveState.STREAMING for p in self.receives)
         for (rank, peer), core in self.cores.items():
             receiver = self.cores[peer, rank]
             due = receiver._out.queue._credit_due

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Container, Iterator
 from typing import Final, Protocol, TypeAlias
 
-from asyncdist.transport.protocol.operations import Receive
+from asyncdist.transport.protocol.operations import Receive, ReceiveState
 
 __all__ = ["AnySourceTable", "Discarded", "DroppedGroups", "ParkingPeer", "ReceiveTable", "Unexpected"]
 
@@ -80,12 +80,11 @@ class ReceiveTable:
             else:
                 yield from list(entry)
 
-    def take_group(self, group: bytes) -> list[Receive]:
-        """Remove and return all receives of `group`."""
-        taken = [receive for receive in self if receive.key.startswith(group)]
-        for receive in taken:
+    def drop_group(self, group: bytes) -> None:
+        """Remove the receives of `group` without telling their sinks."""
+        for receive in [receive for receive in self if receive.key.startswith(group)]:
             self.remove(receive)
-        return taken
+            receive.drop()
 
     def take_all(self) -> list[Receive]:
         """Remove and return all receives."""
@@ -141,7 +140,10 @@ class AnySourceTable:
 
     def withdraw(self, receive: Receive) -> bool:
         """Forget `receive`; False if it was matched already."""
-        return self.table.remove(receive)
+        if not self.table.remove(receive):
+            return False
+        receive.state = ReceiveState.WITHDRAWN
+        return True
 
     def fail_source(self, rank: int, error: BaseException) -> None:
         """`rank` is lost: fail each pending receive that might have come from it."""
@@ -149,16 +151,16 @@ class AnySourceTable:
         for receive in lost:
             self.table.remove(receive)
         for receive in lost:
-            receive.sink.message_failed(receive.token, error)
+            receive.fail(error)
 
     def drop_group(self, group: bytes) -> None:
         """Forget the receives of `group` without telling their sinks."""
-        self.table.take_group(group)
+        self.table.drop_group(group)
 
     def fail(self, error: BaseException) -> None:
         """Fail every pending receive."""
         for receive in self.table.take_all():
-            receive.sink.message_failed(receive.token, error)
+            receive.fail(error)
 
     def next_arrival(self) -> int:
         """Number a parked message."""

@@ -1,24 +1,30 @@
-"""Sends and receives: what is posted, who is told of its end, and what it raises."""
+"""Sends and receives: what is posted, the states of each, who is told of its end, and what it raises.
+
+A change of state is a plain store. Tests check each against the tables of transitions here, and show that all occur.
+"""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 from asyncdist.errors import CollectiveTimeoutError, DistError, GroupAbortedError, PeerLostError
 from asyncdist.transport.protocol.frame import MAX_LENGTH, MAX_META_BYTES
 
 __all__ = [
-    "COPIED",
-    "COPYING",
-    "NOT_COPIED",
-    "NOT_LENT",
     "NO_GOODBYE",
+    "RECEIVE_TRANSITIONS",
+    "SEND_TRANSITIONS",
+    "STREAM_TRANSITIONS",
     "EarlyStream",
     "Receive",
+    "ReceiveState",
     "SendOp",
+    "SendState",
     "Sink",
     "Stream",
+    "StreamState",
     "anew",
     "fail_all",
     "given_up",
@@ -52,6 +58,80 @@ class Sink(Protocol):
         """
 
 
+class SendState(enum.IntEnum):
+    """Where a send stands: the table at the top of `sender.py` says what each state means.
+
+    From SENT on the send has ended: its payload is free, and its sink hears nothing more.
+    """
+
+    POSTED = 0
+    EAGER = 1
+    HELD = 2
+    OFFERED = 3
+    STREAMING = 4
+    LENT = 5
+    SENT = 6
+    FAILED = 7
+    WITHDRAWN = 8
+    DROPPED = 9
+
+
+class ReceiveState(enum.IntEnum):
+    """Where a receive stands: the table at the top of `receiver.py` says what each state means.
+
+    From RECEIVED on the receive has ended: nothing is written into its memory any more.
+    """
+
+    POSTED = 0
+    PULLED_EARLY = 1
+    STREAMING = 2
+    RECEIVED = 3
+    FAILED = 4
+    WITHDRAWN = 5
+    DROPPED = 6
+
+
+class StreamState(enum.IntEnum):
+    """How the bytes of a message come to a receive."""
+
+    TRAVELS = 0
+    """In frames."""
+    COPYING = 1
+    """The sender has lent them: this rank copies them out of the sender's memory."""
+    COPIED = 2
+    """They are copied, and the sender is to say that they are the message."""
+    REFUSED = 3
+    """They could not be read, so they travel after all."""
+
+
+_S: TypeAlias = SendState
+_R: TypeAlias = ReceiveState
+
+SEND_TRANSITIONS: Final[Mapping[int, Collection[int]]] = {
+    _S.POSTED: (_S.EAGER, _S.HELD, _S.OFFERED, _S.STREAMING, _S.LENT, _S.SENT),
+    _S.EAGER: (_S.SENT, _S.FAILED, _S.WITHDRAWN, _S.DROPPED),
+    _S.HELD: (_S.EAGER, _S.OFFERED, _S.STREAMING, _S.LENT, _S.FAILED, _S.WITHDRAWN, _S.DROPPED),
+    _S.OFFERED: (_S.STREAMING, _S.LENT, _S.SENT, _S.FAILED, _S.WITHDRAWN, _S.DROPPED),
+    _S.STREAMING: (_S.SENT, _S.FAILED, _S.DROPPED),
+    _S.LENT: (_S.STREAMING, _S.SENT, _S.FAILED, _S.DROPPED),
+}
+"""From each state of a send to those that may follow. No other state has any."""
+
+RECEIVE_TRANSITIONS: Final[Mapping[int, Collection[int]]] = {
+    _R.POSTED: (_R.PULLED_EARLY, _R.STREAMING, _R.RECEIVED, _R.FAILED, _R.WITHDRAWN, _R.DROPPED),
+    _R.PULLED_EARLY: (_R.POSTED, _R.STREAMING, _R.FAILED, _R.DROPPED),
+    _R.STREAMING: (_R.RECEIVED, _R.FAILED, _R.DROPPED),
+}
+
+STREAM_TRANSITIONS: Final[Mapping[int, Collection[int]]] = {
+    StreamState.TRAVELS: (StreamState.COPYING,),
+    StreamState.COPYING: (StreamState.COPIED, StreamState.REFUSED),
+}
+
+_SEND_POSTED: Final = SendState.POSTED
+_RECEIVE_POSTED: Final = ReceiveState.POSTED
+
+
 class SendOp:
     """A posted send: `payload` is a contiguous view of format 'B', `meta` at most MAX_META_BYTES.
 
@@ -59,7 +139,7 @@ class SendOp:
     that moves much, so that its receiver pulls it early if it exceeds EARLY_PULL_BYTES.
     """
 
-    __slots__ = ("_id", "_offset", "_settled", "bulk", "fingerprint", "key", "meta", "payload", "sink", "token")
+    __slots__ = ("_id", "_offset", "bulk", "fingerprint", "key", "meta", "payload", "sink", "state", "token")
 
     def __init__(
         self,
@@ -79,9 +159,9 @@ class SendOp:
         self.sink = sink
         self.token = token
         self.fingerprint = fingerprint
-        self._settled = False  # its sink was told, or never will be
-        self._id = 0
-        self._offset = 0
+        self.state = _SEND_POSTED
+        self._id = 0  # under which it is offered or streams
+        self._offset = 0  # of the next fragment
 
     def check_size(self) -> None:
         """Raise ValueError for what no frame says."""
@@ -89,6 +169,17 @@ class SendOp:
             raise ValueError(f"meta of {len(self.meta)} bytes exceeds {MAX_META_BYTES}")
         if len(self.payload) > MAX_LENGTH:
             raise ValueError(f"message of {len(self.payload)} bytes exceeds {MAX_LENGTH}")
+
+    def complete(self) -> None:
+        """Tell the sink that the payload is free, unless the send has ended already."""
+        if self.state < SendState.SENT:
+            self.state = SendState.SENT
+            self.sink.message_sent(self.token)
+
+    def drop(self) -> None:
+        """End it without telling the sink."""
+        if self.state < SendState.SENT:
+            self.state = SendState.DROPPED
 
 
 class Receive:
@@ -115,6 +206,7 @@ class Receive:
         "ranks",
         "sink",
         "source",
+        "state",
         "target",
         "token",
         "view",
@@ -143,14 +235,18 @@ class Receive:
         self.meta = b""
         self.fingerprint = 0
         self.ranks: Collection[int] = ()  # whom a receive from any source may come from
+        self.state = _RECEIVE_POSTED
         self._order = 0
 
+    def fail(self, error: BaseException) -> None:
+        """Tell the sink an error."""
+        self.state = ReceiveState.FAILED
+        self.sink.message_failed(self.token, error)
 
-NOT_LENT: Final = 0
-COPYING: Final = 1
-COPIED: Final = 2
-NOT_COPIED: Final = 3  # it could not be read, and travels
-"""Where a message stands that its sender may have lent."""
+    def drop(self) -> None:
+        """End it without telling the sink."""
+        if self.state < ReceiveState.RECEIVED:
+            self.state = ReceiveState.DROPPED
 
 
 class Stream:
@@ -160,7 +256,7 @@ class Stream:
     pull without an answer.
     """
 
-    __slots__ = ("early_key", "lent", "offset", "receive", "total", "view")
+    __slots__ = ("early_key", "offset", "receive", "state", "total", "view")
 
     def __init__(
         self, receive: Receive | None, view: memoryview | None, total: int, early_key: bytes | None = None
@@ -169,13 +265,19 @@ class Stream:
         self.view = view
         self.total = total
         self.offset = 0
-        self.lent = NOT_LENT
+        self.state = StreamState.TRAVELS
         self.early_key = early_key
 
     def abandon(self) -> None:
         """Write nowhere any more."""
         self.receive = None
         self.view = None
+
+    def drop(self) -> None:
+        """The same, as its receive has been given up."""
+        if self.receive is not None:
+            self.receive.drop()
+        self.abandon()
 
     def belongs_to(self, group: bytes) -> bool:
         """Whether someone of `group` still wants it."""
@@ -195,8 +297,8 @@ class EarlyStream(Stream):
 def fail_all(ops: Iterable[SendOp], error: BaseException) -> None:
     """Tell the sinks of those that have not been told anything yet."""
     for op in ops:
-        if not op._settled:
-            op._settled = True
+        if op.state < SendState.SENT:
+            op.state = SendState.FAILED
             op.sink.message_failed(op.token, error)
 
 

@@ -23,7 +23,7 @@ from asyncdist.transport.protocol.frame import (
     pack_fragment,
     pack_header,
 )
-from asyncdist.transport.protocol.operations import SendOp
+from asyncdist.transport.protocol.operations import SendOp, SendState
 
 __all__ = ["Arm", "Buffer", "OutputQueue", "Writer", "nothing", "refuse", "rest_of"]
 
@@ -63,9 +63,7 @@ def nothing() -> None:
 URGENT_CREDIT_BYTES: Final = CREDIT_BYTES // 2
 """Credit owed from which a frame of its own returns it; less goes along with whatever is written next."""
 
-_LENT: Final = -1
-"""Offset of an operation that is lent: the peer copies it."""
-
+_SENT: Final = SendState.SENT
 _CHANNEL_AT: Final = 28
 """Where in a frame its key names the channel."""
 _DATA: Final = 0
@@ -181,22 +179,18 @@ class OutputQueue:
 
     def push_lent(self, frame: bytes, op: SendOp) -> None:
         """Queue the frame that lends `op`, which is under way until `end_lent`; `op._id` is the pull's."""
-        op._offset = _LENT
         self.streaming[op._id] = op
         self.push_data(frame, op, op._id)
 
-    def end_lent(self, op: SendOp) -> bool:
-        """`op` is not lent any more; False if it never was. Should its frame not be written yet, it never will be."""
-        if op._offset != _LENT:
-            return False
+    def end_lent(self, op: SendOp) -> None:
+        """The peer copies `op` no more. Should the frame that lends it not be written yet, it never will be."""
         del self.streaming[op._id]
         op._id = 0
-        return True
 
     @property
     def lending(self) -> bool:
         """Whether anything is lent."""
-        return any(op._offset == _LENT for op in self.streaming.values())
+        return any(op.state is SendState.LENT for op in self.streaming.values())
 
     def return_credit(self, channel: int, nbytes: int) -> None:
         """Give the peer credit back with the next write, or at once if it is much."""
@@ -219,7 +213,8 @@ class OutputQueue:
 
         True: the caller completes it, unless `finishing` says that a begun fragment still will.
         """
-        if self.end_lent(op):
+        if op.state is SendState.LENT:
+            self.end_lent(op)
             return True
         try:
             self._streams.remove(op)
@@ -379,11 +374,13 @@ class OutputQueue:
     def _complete(self, op: SendOp) -> None:
         if op._id:
             self.streaming.pop(op._id, None)
-        if op is self.posting:
+        posted = op is self.posting
+        if posted:
             self.posting = None
-        elif not op._settled:
-            op._settled = True
-            op.sink.message_sent(op.token)
+        if op.state < _SENT:
+            op.state = _SENT
+            if not posted:
+                op.sink.message_sent(op.token)
 
     def drop_group(self, group: bytes) -> list[tuple[SendOp, int]]:
         """Forget the messages of `group`; returns those of which nothing was written, with the id offered or 0.
@@ -394,6 +391,7 @@ class OutputQueue:
         if unsent:
             self._data = deque(entry for entry in self._data if entry[1] is None or not entry[1].key.startswith(group))
         if self._begun_op is not None and self._begun_op.key.startswith(group):
+            self._begun_op.drop()
             self.detach(self._begun_op)
         return [(op, offer_id) for _, op, offer_id in unsent if op is not None]
 
@@ -416,8 +414,7 @@ class OutputQueue:
         self.broken = True
         self.clear = False
         ops = [op for _, op, offer_id in self._data if op is not None and not offer_id]
-        ops.extend(self._streams)
-        ops.extend(op for op in self.streaming.values() if op._offset == _LENT)
+        ops.extend(self.streaming.values())
         if self._begun_op is not None:
             ops.append(self._begun_op)
         self._control.clear()

@@ -28,7 +28,7 @@ from asyncdist.transport.protocol.frame import (
     POINT_TO_POINT,
     Kind,
 )
-from asyncdist.transport.protocol.operations import Receive, Stream
+from asyncdist.transport.protocol.operations import Receive, ReceiveState, Stream
 from asyncdist.transport.protocol.receiver import Inbound
 from asyncdist.transport.protocol.sender import Outbound
 
@@ -49,6 +49,7 @@ _OFFSET: Final = struct.Struct("<Q")
 _KIND_AND_FLAGS: Final = 0xFFFF
 _DATA: Final = Kind.DATA
 _FRAGMENT: Final = Kind.FRAGMENT
+_RECEIVED: Final = ReceiveState.RECEIVED
 
 
 class Reader:
@@ -170,6 +171,7 @@ class Reader:
                         entry.nbytes = length
                         entry.meta = entry.expects
                         entry.fingerprint = fingerprint
+                        entry.state = _RECEIVED
                         window = self._windows[key[20]]
                         window.owed += length + meta_bytes + MESSAGE_OVERHEAD_BYTES
                         if window.owed > RETURN_CREDIT_BYTES:

@@ -1,4 +1,23 @@
-"""Stub."""
+"""The receiving half of a connection: brings messages and posted receives together.
+
+A message that comes before its receive waits in the unexpected queue, an eager one whole, a long one as its offer. A
+receive that meets an offer pulls the message. A `Stream` takes the bytes of a message into place. The receive of a
+collective's long message pulls early, before the offer, as its key is unique: that saves a round trip. The id of an
+early pull is chosen here, that of an offered message by the sender. An id is in use until the sender ends the stream,
+even if nobody wants the message any more: so both ends agree on the ids in use. Each receive is in one state:
+
+    POSTED        it waits for its message, or was refused in its post
+                  -> PULLED_EARLY in its post; STREAMING at an offer or part of a message, RECEIVED at a whole one;
+                     FAILED, WITHDRAWN, DROPPED
+    PULLED_EARLY  it waits, and its PULL went ahead of any offer
+                  -> STREAMING at the first answer; POSTED if the pull is taken back; FAILED, DROPPED
+    STREAMING     it has met its message, whose bytes come
+                  -> RECEIVED with the last byte; FAILED if the sender gives up or is lost; DROPPED
+    RECEIVED      its message is in place
+    FAILED        its sink was told an error, or its post raised one
+    WITHDRAWN     it was taken back before it met a message
+    DROPPED       it was given up, or its group was
+"""
 
 from __future__ import annotations
 
@@ -28,12 +47,11 @@ from asyncdist.transport.protocol.frame import (
 )
 from asyncdist.transport.protocol.matching import AnySourceTable, DroppedGroups, ReceiveTable, Unexpected
 from asyncdist.transport.protocol.operations import (
-    COPIED,
-    COPYING,
-    NOT_COPIED,
     EarlyStream,
     Receive,
+    ReceiveState,
     Stream,
+    StreamState,
     anew,
     given_up,
 )
@@ -62,6 +80,7 @@ class Pulls:
 
     def pull(self, receive: Receive, view: memoryview, message_id: int) -> None:
         """Have the offered message `message_id` sent into `view`."""
+        receive.state = ReceiveState.STREAMING
         self.by_id[message_id] = Stream(receive, view, len(view))
         self._queue.push_control(pack_header(Kind.PULL, message_id=message_id))
 
@@ -74,14 +93,16 @@ class Pulls:
         while early_id in self.by_id:
             early_id = early_id + 1 if early_id < _LAST_EARLY_ID else EARLY_ID
         self._next_early_id = early_id + 1 if early_id < _LAST_EARLY_ID else EARLY_ID
+        receive.state = ReceiveState.PULLED_EARLY
         self._early[key] = early_id
         self.by_id[early_id] = Stream(receive, view, len(view), key)
         self._queue.push_control(pack_header(Kind.PULL, key=key, length=len(view), message_id=early_id))
 
     def cancel_early(self, receive: Receive) -> None:
         """`receive` wants no more of its early pull, if it made one."""
-        early_id = self._early.get(receive.key, 0)
-        if early_id and self.by_id[early_id].receive is receive:
+        if receive.state is ReceiveState.PULLED_EARLY:
+            receive.state = ReceiveState.POSTED
+            early_id = self._early[receive.key]
             self.by_id[early_id].abandon()
             self._queue.push_control(pack_header(Kind.DISCARD, message_id=early_id))
 
@@ -104,7 +125,7 @@ class Pulls:
 
     def advance(self, stream: Stream, offset: int, length: int, message_id: int) -> None:
         """A fragment came: check that it is the next, and forget the stream with its last."""
-        lent = stream.lent in (COPYING, COPIED)
+        lent = stream.state in (StreamState.COPYING, StreamState.COPIED)
         if offset != stream.offset or offset + length > stream.total or length > FRAGMENT_BYTES or lent:
             raise RemoteProtocolError(
                 f"rank {self._peer_rank} sent bytes {offset} to {offset + length} of message {message_id}, "
@@ -135,7 +156,7 @@ class Pulls:
         """Write nothing more into arrays of `group`, and have their senders stop."""
         for message_id, stream in self.by_id.items():
             if stream.belongs_to(group):
-                stream.abandon()
+                stream.drop()
                 self._queue.push_control(pack_header(Kind.DISCARD, message_id=message_id))
 
     def take_all(self) -> list[Stream]:
@@ -227,6 +248,7 @@ class Inbound:
         if not self._table.remove(receive):
             return False
         self.pulls.cancel_early(receive)
+        receive.state = ReceiveState.WITHDRAWN
         self._out.kick()
         return True
 
@@ -245,6 +267,7 @@ class Inbound:
             heir.nbytes = len(payload)
             heir.meta = receive.meta
             heir.fingerprint = receive.fingerprint
+            heir.state = ReceiveState.RECEIVED
             heir.sink.message_received(heir.token, heir)
 
     def take_parked(self, receive: Receive) -> bool:
@@ -263,8 +286,10 @@ class Inbound:
                 return False
             view[:] = payload
             receive.nbytes = parked.length
+            receive.state = ReceiveState.RECEIVED
             return True
         except BaseException:
+            receive.state = ReceiveState.FAILED
             if payload is None:
                 self._out.queue.push_control(pack_header(Kind.DISCARD, message_id=parked.message_id))
             raise
@@ -296,6 +321,7 @@ class Inbound:
             receive.nbytes = length
             receive.meta = meta
             receive.fingerprint = fingerprint
+            receive.state = ReceiveState.RECEIVED
             receive.sink.message_received(receive.token, receive)
         return True
 
@@ -330,7 +356,10 @@ class Inbound:
         view = self._target_or_fail(receive, length, meta)
         receive.meta = meta
         receive.fingerprint = fingerprint
-        return Stream(None if view is None else receive, view, length)
+        if view is None:
+            return Stream(None, None, length)
+        receive.state = ReceiveState.STREAMING
+        return Stream(receive, view, length)
 
     def on_offer(self, flags: int, meta: bytes, fingerprint: int, key: bytes, length: int, message_id: int) -> None:
         """A message that waits to be pulled."""
@@ -365,17 +394,13 @@ class Inbound:
         if self._parking.withdraw(message_id):
             self._out.queue.push_reply(pack_header(Kind.DISCARD, message_id=message_id))
         elif (stream := self.pulls.by_id.get(message_id)) is not None:
-            if message_id >= EARLY_ID or stream.offset or stream.lent:
+            if message_id >= EARLY_ID or stream.offset or stream.state:
                 raise RemoteProtocolError(f"rank {self.peer_rank} withdrew message {message_id}, which is under way")
             self._abort(message_id, late=True)
 
     def on_fragment(self, flags: int, fingerprint: int, offset: int, length: int, message_id: int) -> Stream | None:
         """A piece of a pulled message: where it goes. None if it was its end without payload."""
-        stream, was_early = self.pulls.answered(message_id)
-        receive = stream.receive
-        if was_early and receive is not None:
-            receive.fingerprint = fingerprint
-            self._table.remove(receive)
+        stream = self._answered(fingerprint, message_id)
         if flags & FLAG_END:
             self._end_lent(stream, length, message_id)
             return None
@@ -385,36 +410,42 @@ class Inbound:
         self._abort(message_id, late=bool(flags & FLAG_LATE))
         return None
 
-    def _abort(self, message_id: int, *, late: bool) -> None:
-        receive = self.pulls.abort(message_id)
-        if receive is not None:
-            receive.sink.message_failed(receive.token, given_up(self.peer_rank, late=late))
-
-    def on_lent(self, fingerprint: int, key: bytes, length: int, message_id: int) -> None:
-        """The bytes of a pulled message are in the sender's memory, from where we copy them."""
+    def _answered(self, fingerprint: int, message_id: int) -> Stream:
+        """The stream of a pull. The first answer to an early pull takes its receive out of the table."""
         stream, was_early = self.pulls.answered(message_id)
         receive = stream.receive
         if was_early and receive is not None:
+            receive.state = ReceiveState.STREAMING
             receive.fingerprint = fingerprint
             self._table.remove(receive)
+        return stream
+
+    def _abort(self, message_id: int, *, late: bool) -> None:
+        receive = self.pulls.abort(message_id)
+        if receive is not None:
+            receive.fail(given_up(self.peer_rank, late=late))
+
+    def on_lent(self, fingerprint: int, key: bytes, length: int, message_id: int) -> None:
+        """The bytes of a pulled message are in the sender's memory, from where we copy them."""
+        stream = self._answered(fingerprint, message_id)
         loans = self.loans
         assert loans is not None, "nothing is lent over a connection without shared memory"
-        if stream.offset or stream.lent or length != stream.total:
+        if stream.offset or stream.state or length != stream.total:
             raise RemoteProtocolError(f"rank {self.peer_rank} lent {length} bytes as message {message_id}")
         source = loans.borrow(*unpack_place(key), length)
-        stream.lent = COPYING
+        stream.state = StreamState.COPYING
         if stream.view is None:  # it was discarded, and will be aborted
             return
 
         def returned(copied: bool) -> None:
-            stream.lent = COPIED if copied else NOT_COPIED
+            stream.state = StreamState.COPIED if copied else StreamState.REFUSED
             flags = 0 if copied else FLAG_ABORT
             self._out.queue.push_control(pack_header(Kind.RETURNED, flags=flags, message_id=message_id))
 
         loans.copy(stream, source, returned)
 
     def _end_lent(self, stream: Stream, length: int, message_id: int) -> None:
-        if stream.lent != COPIED or length:
+        if stream.state is not StreamState.COPIED or length:
             raise RemoteProtocolError(f"rank {self.peer_rank} ended message {message_id}, which is not copied yet")
         self.pulls.end(message_id)
         self.finish(stream)
@@ -425,6 +456,7 @@ class Inbound:
         stream.abandon()
         if receive is not None:
             receive.nbytes = stream.total
+            receive.state = ReceiveState.RECEIVED
             receive.sink.message_received(receive.token, receive)
         elif isinstance(stream, EarlyStream) and view is not None and not self._deliver(*stream.envelope, view):
             self._keep(*stream.envelope, view)
@@ -462,7 +494,7 @@ class Inbound:
             return self._target(receive, length, meta)
         except Exception as error:
             self.pulls.cancel_early(receive)
-            receive.sink.message_failed(receive.token, error)
+            receive.fail(error)
             return None
 
     def _admit(self, flags: int, key: bytes) -> None:
@@ -486,12 +518,12 @@ class Inbound:
         """See PeerCore.give_up."""
         for message_id, stream in self.pulls.by_id.items():
             if stream.receive is receive:
-                stream.abandon()
+                stream.drop()
                 self._out.queue.push_control(pack_header(Kind.DISCARD, message_id=message_id))
                 self._out.kick()
                 break
         if self.partial is not None and self.partial.receive is receive:
-            self.partial.abandon()
+            self.partial.drop()
 
     def fail(self, error: BaseException) -> None:
         """Fail every pending receive. Eager messages that are here already may still be taken."""
@@ -509,14 +541,14 @@ class Inbound:
         self._any_source.stalled(self, False)
         self._parking.forget_offers()
         for receive in pending:
-            receive.sink.message_failed(receive.token, error)
+            receive.fail(error)
 
     def drop_group(self, group: bytes) -> None:
         """Forget what belongs to `group`; what is under way into its arrays goes nowhere from now on."""
-        self._table.take_group(group)
+        self._table.drop_group(group)
         self.pulls.drop_group(group)
         if self.partial is not None and self.partial.belongs_to(group):
-            self.partial.abandon()
+            self.partial.drop()
         for parked in self._parking.drop_group(group):
             if parked.payload is None:
                 frame = pack_header(Kind.DISCARD, flags=FLAG_ABORT, message_id=parked.message_id)

@@ -1,4 +1,26 @@
-"""Stub."""
+"""The sending half of a connection: how each message goes, and the answers to what the peer's receiving half says.
+
+A short message goes at once (MPI's eager protocol). A long one is offered, and goes when the receiver pulls it
+(rendezvous: an OFFER is UCX's RTS, a PULL its get). The receiver of a collective's long message knows the key and the
+length, and may pull before there is an offer: an early pull. Each send is in one state:
+
+    POSTED     it is in its post, or was refused there
+               -> SENT if written whole at once, EAGER, OFFERED, HELD; STREAMING, LENT for an early pull
+    EAGER      its DATA frame is queued, or written in part
+               -> SENT with its last byte; WITHDRAWN if none is written; DROPPED, FAILED
+    HELD       it has no frame, as the peer has no room for it
+               -> EAGER, OFFERED for room or when asked; STREAMING, LENT for an early pull; WITHDRAWN, DROPPED, FAILED
+    OFFERED    its OFFER is queued or sent, and not answered
+               -> STREAMING, LENT when pulled; SENT when discarded, FAILED if so at a group's end; WITHDRAWN, DROPPED
+    STREAMING  its fragments are sent
+               -> SENT with its last byte or when discarded; DROPPED, FAILED
+    LENT       the peer copies it out of this rank's memory
+               -> SENT when copied or discarded; STREAMING if it cannot be read; DROPPED, FAILED
+    SENT       it is complete: its payload is free
+    FAILED     its sink was told an error, as the peer is lost or has left
+    WITHDRAWN  it was taken back; the peer still answers an offer that was sent
+    DROPPED    it was given up, or its group was; a frame that is begun goes on from a copy
+"""
 
 from __future__ import annotations
 
@@ -32,16 +54,13 @@ from asyncdist.transport.protocol.frame import (
     pack_lent,
 )
 from asyncdist.transport.protocol.matching import DroppedGroups
-from asyncdist.transport.protocol.operations import SendOp, anew, fail_all, not_received
+from asyncdist.transport.protocol.operations import SendOp, SendState, anew, fail_all, not_received
 from asyncdist.transport.protocol.output_queue import OutputQueue
 from asyncdist.transport.protocol.zero_copy import Loans
 
-__all__ = ["WITHDRAWN", "EarlyPulls", "Offers", "Outbound"]
+__all__ = ["EarlyPulls", "Offers", "Outbound"]
 
 _NO_PAYLOAD = memoryview(b"")
-
-WITHDRAWN: Final = -2
-"""Offset of an operation that is: its pull was answered before it came."""
 
 
 class Offers:
@@ -61,7 +80,7 @@ class Offers:
     @property
     def wanted(self) -> bool:
         """Whether anyone here still waits for an answer."""
-        return any(not op._settled for op in self._by_id.values())
+        return any(op.state < _SENT for op in self._by_id.values())
 
     def add(self, op: SendOp, taken: Container[int]) -> None:
         """Give `op` an id that is not `taken`, and keep it."""
@@ -97,20 +116,15 @@ class Offers:
         """Nobody here wants the messages of `group` delivered any more; their payload is free."""
         for op in self._by_id.values():
             if op.key.startswith(group):
-                self._let_go(op)
+                op.drop()
+                op.payload = _NO_PAYLOAD
 
     def withdraw(self, op: SendOp) -> bool:
-        """The same for `op`; False if it is not on offer."""
+        """Free the payload of `op`, which stays until its offer is answered; False if it is not on offer."""
         if self._by_id.get(op._id) is not op:
             return False
-        self._let_go(op)
-        op._offset = WITHDRAWN
-        return True
-
-    @staticmethod
-    def _let_go(op: SendOp) -> None:
-        op._settled = True
         op.payload = _NO_PAYLOAD
+        return True
 
     def take_all(self) -> list[SendOp]:
         """No answer will come: forget and return all."""
@@ -181,6 +195,7 @@ class EarlyPulls:
 
 _pack = HEADER.pack
 _DATA = Kind.DATA
+_SENT: Final = SendState.SENT
 
 
 class Outbound:
@@ -236,10 +251,13 @@ class Outbound:
                     sent = queue.writer((frame,))
                     if sent != len(frame):
                         queue.begin([memoryview(frame)[sent:]], None)
+                    op.state = _SENT
                     return True
                 sent = queue.writer((head, payload))
                 if sent == len(head) + nbytes:
+                    op.state = _SENT
                     return True
+                op.state = SendState.EAGER
                 queue.begin(
                     [memoryview(head)[sent:], payload] if sent < len(head) else [payload[sent - len(head) :]], op
                 )
@@ -286,11 +304,13 @@ class Outbound:
         flags = FLAG_ASKED if asked else 0
         if charge <= window.credit and nbytes <= (EARLY_PULL_BYTES if op.bulk else EAGER_BYTES):
             window.credit -= charge
+            op.state = SendState.EAGER
             head = _pack(_DATA, flags, len(op.meta), op.fingerprint, op.key, nbytes, 0, 0)
             self.queue.push_data(head + op.meta, op)
             return True
         if not asked and (window.offers >= MAX_OFFERS or (window.holding and window.oldest() is not op)):
             return False
+        op.state = SendState.OFFERED
         self._offers.add(op, self.queue.streaming)
         self.queue.push_data(self._offer(op, flags), op, op._id)
         return True
@@ -301,6 +321,7 @@ class Outbound:
     # Holding back
 
     def _hold(self, window: SendWindow, op: SendOp) -> None:
+        op.state = SendState.HELD
         window.hold(op)
         if not window.stall:
             window.begin_stall()
@@ -335,7 +356,7 @@ class Outbound:
         window = self.windows[COLLECTIVE]
         op = self._offers.collective(key)
         held = window.oldest_of(key)
-        if op is not None and (op._settled or len(op.payload) == length):
+        if op is not None and (op.state >= _SENT or len(op.payload) == length):
             self._offers.answered(op._id)
             self._stream_early(op, message_id)
             self._release(COLLECTIVE)
@@ -359,10 +380,12 @@ class Outbound:
             if ended and op.key[20] == POINT_TO_POINT:
                 fail_all([op], not_received(self._peer_rank))
             else:
-                self._complete(op)
+                op.complete()
             self._release(op.key[20])
         elif message_id in self.queue.streaming:
-            self._stop(self.queue.streaming[message_id], self.queue.push_reply)
+            op = self.queue.streaming[message_id]
+            if self._stop(op, self.queue.push_reply) and not self.queue.finishing(op):
+                op.complete()
         elif self._early_pulls.cancel(message_id):
             self.queue.push_reply(pack_fragment(message_id, 0, 0, flags=FLAG_ABORT))
 
@@ -400,21 +423,23 @@ class Outbound:
 
     def _stream_early(self, op: SendOp, message_id: int) -> None:
         """Serve an early pull. An offer that goes before the fragments only carries the meta."""
-        if op.meta and not op._settled:
+        if op.meta and op.state < _SENT:
             op._id = message_id
             self.queue.push_data(self._offer(op), op, message_id)
         self._stream(op, message_id)
 
     def _stream(self, op: SendOp, message_id: int) -> None:
-        if op._settled:  # after it was offered
-            if op._offset != WITHDRAWN:
+        if op.state >= _SENT:  # it has ended since it was offered
+            if op.state is not SendState.WITHDRAWN:
                 self.queue.push_reply(pack_fragment(message_id, 0, 0, flags=FLAG_ABORT))
             return
         op._id = message_id
         place = None if self.loans is None else self.loans.lend(op.payload)
         if place is None:
+            op.state = SendState.STREAMING
             self.queue.push_stream(op)
         else:
+            op.state = SendState.LENT
             self.queue.push_lent(pack_lent(message_id, *place, len(op.payload), op.fingerprint), op)
 
     def on_returned(self, message_id: int, *, copied: bool) -> bool:
@@ -422,30 +447,25 @@ class Outbound:
         op = self.queue.streaming.get(message_id)
         if op is None:
             return False
-        if not self.queue.end_lent(op):
+        if op.state is not SendState.LENT:
             raise RemoteProtocolError(f"rank {self._peer_rank} returned message {message_id}, which was not lent")
+        self.queue.end_lent(op)
         if copied:
             self.queue.push_reply(pack_fragment(message_id, 0, 0, flags=FLAG_END))
-            self._complete(op)
+            op.complete()
         else:
             op._id = message_id
+            op.state = SendState.STREAMING
             self.queue.push_stream(op)
         return True
 
     def _stop(self, op: SendOp, push: Callable[[bytes], None], flags: int = FLAG_ABORT) -> bool:
-        """End a stream before its time; False if its last fragment is begun."""
+        """End a stream before its time; False if its last fragment is begun. The caller ends `op`."""
         message_id = op._id
         if not self.queue.stop_stream(op):
             return False
         push(pack_fragment(message_id, 0, 0, flags=flags))
-        if not self.queue.finishing(op):
-            self._complete(op)
         return True
-
-    def _complete(self, op: SendOp) -> None:
-        if not op._settled:
-            op._settled = True
-            op.sink.message_sent(op.token)
 
     # Everything else
 
@@ -513,22 +533,21 @@ class Outbound:
             self._unsend(op, message_id)
         elif self._offers.withdraw(op):
             self.queue.push_data(pack_header(Kind.WITHDRAW, message_id=message_id))  # not ahead of its offer
-        elif self.windows[channel].withdraw(op):
-            op._settled = True
-        else:
+        elif not self.windows[channel].withdraw(op):
             return False
+        op.state = SendState.WITHDRAWN
         self._release(channel)
         self.kick()
         return True
 
     def give_up(self, op: SendOp) -> bool:
         """See PeerCore.give_up."""
-        op._settled = True
         stopped = False
         if self.queue.streaming.get(op._id) is op:
             stopped = self._stop(op, self.queue.push_control, FLAG_ABORT | FLAG_LATE)
         else:
             op.payload = memoryview(bytes(op.payload))
+        op.drop()
         self.queue.detach(op)
         self.kick()
         return stopped
@@ -536,14 +555,15 @@ class Outbound:
     def drop_group(self, group: bytes) -> None:
         """Forget the messages of `group`, those the peer knows of as soon as it answers."""
         for op in [op for op in self.queue.streaming.values() if op.key.startswith(group)]:
-            op._settled = True
             self._stop(op, self.queue.push_control)
+            op.drop()
         for op, offer_id in self.queue.drop_group(group):
             self._unsend(op, offer_id)
+            op.drop()
         self._offers.drop_group(group)
         for window in self.windows:
             for op in window.drop_group(group):
-                op._settled = True
+                op.drop()
         for message_id in self._early_pulls.drop_group(group):
             self.queue.push_control(pack_fragment(message_id, 0, 0, flags=FLAG_ABORT))
         for channel in range(CHANNELS):
@@ -551,8 +571,7 @@ class Outbound:
         self.kick()
 
     def _unsend(self, op: SendOp, offer_id: int) -> None:
-        """A dropped message of which the peer has heard nothing: take back what it was charged."""
-        op._settled = True
+        """The peer has heard nothing of a message: take back what it was charged."""
         if not offer_id:
             self.windows[op.key[20]].credit += len(op.payload) + len(op.meta) + MESSAGE_OVERHEAD_BYTES
         else:

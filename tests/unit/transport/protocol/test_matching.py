@@ -6,7 +6,7 @@ from transport_pair import GROUP_BYTES, Recorder, p2p
 
 from asyncdist.transport.protocol import matching
 from asyncdist.transport.protocol.matching import AnySourceTable, DroppedGroups, ReceiveTable
-from asyncdist.transport.protocol.operations import Receive
+from asyncdist.transport.protocol.operations import Receive, ReceiveState
 
 
 def receives(count: int, tag: int = 0, sink: Recorder | None = None) -> list[Receive]:
@@ -42,10 +42,11 @@ def test_removal_anywhere() -> None:
     assert not filled(receives(1)).remove(posted[0])
 
 
-def test_a_group_is_taken_whole() -> None:
+def test_a_group_is_dropped_whole() -> None:
     mine, other = receives(2), Receive(p2p(0, group=8), None, Recorder(), None)
     table = filled([*mine, other])
-    assert table.take_group(GROUP_BYTES) == mine
+    table.drop_group(GROUP_BYTES)
+    assert [receive.state for receive in mine] == 2 * [ReceiveState.DROPPED]
     assert list(table) == [other]
     assert table.take_all() == [other]
     assert not list(table)
