@@ -170,7 +170,7 @@ class BaseMesh:
 
     def issued(self, in_flight: int) -> None:
         """A collective was begun, and so many of its group are under way: in a burst, take what has come meanwhile."""
-        if not in_flight % BURST and self.spinner is not None:
+        if in_flight and not in_flight % BURST and self.spinner is not None:
             self.spinner.catch_up()
 
     def send_control(self, rank: int, payload: bytes) -> None:

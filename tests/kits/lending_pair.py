@@ -77,7 +77,7 @@ class LendingPair(Pair):
         """One turn of copying on both sides."""
         busy = False
         for side in self.sides:
-            if side.loans.copying:
+            if side.loans.copies:
                 busy = True
                 side.loans.advance()
                 side.core.kick()

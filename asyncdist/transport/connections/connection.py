@@ -41,6 +41,7 @@ class Connection(ABC):
 
     __slots__ = (
         "_core",
+        "_frames",
         "_get_buffer",
         "_leaving",
         "_loop",
@@ -70,6 +71,7 @@ class Connection(ABC):
         self._on_end = on_end
         self._get_buffer = core.get_buffer
         self._updated = core.buffer_updated
+        self._frames = core.reader
         self._leaving = False
         self._shut = False
 
@@ -242,7 +244,8 @@ class StreamConnection(Connection):
             if not (ahead or self._core.expects):
                 break
         self.bytes_received += received
-        self._took()
+        if self._leaving or self._frames.left:
+            self._took()
 
     def _eof(self) -> None:
         if self._core.left:

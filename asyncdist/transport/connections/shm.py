@@ -22,6 +22,7 @@ from asyncdist.transport.context import MeshContext
 from asyncdist.transport.host_memory import MIN_RING_BYTES, RING_BYTES
 from asyncdist.transport.protocol.frame import MAX_CALL_BYTES, Kind, pack_header
 from asyncdist.transport.protocol.operations import NO_GOODBYE
+from asyncdist.transport.protocol.output_queue import nothing
 from asyncdist.transport.protocol.peer import PeerCore
 from asyncdist.transport.protocol.zero_copy import Loans
 from asyncdist.transport.shared_memory.doorbell import Ringer
@@ -67,6 +68,7 @@ class ShmConnection(Connection):
         "_pairing",
         "_parcels",
         "_reader",
+        "_ring",
         "_writer",
         "attached",
         "loans",
@@ -95,6 +97,7 @@ class ShmConnection(Connection):
         self._reader: RingReader | None = None
         self._writer: RingWriter | None = None
         self.ringer: Ringer | None = None
+        self._ring: Callable[[], None] = nothing
         self.loans = Loans(self, self._memory.arrays, self._memory.own)
         self._copying = False
         self._blocked = False
@@ -237,6 +240,8 @@ class ShmConnection(Connection):
         pairing = self._pairing
         self._reader, self._writer = pairing.rings()
         self.ringer = pairing.ringer
+        assert self.ringer is not None
+        self._ring = self.ringer.ring
         self._memory.doorbell.add(self._poll)
         self._memory.joined(self._core.peer_rank, self, crowded=pairing.peer_is_here)
         self._core.open(self._write, self._arm, self.loans)
@@ -299,6 +304,8 @@ class ShmConnection(Connection):
                 frames += self._updated(nbytes)
                 if nbytes >= PART_BYTES and reader.wanted():
                     self._ring()
+                if reader.words[SENT] == reader.taken:
+                    break
             else:
                 self._loop.call_soon(self._poll)
         except Exception as error:
@@ -309,9 +316,10 @@ class ShmConnection(Connection):
             return
         if reader.wanted():
             self._ring()
-        if self.loans.copying and not self._copying:
+        if self.loans.copies and not self._copying:
             self._copy()
-        self._took()
+        if self._leaving or self._frames.left:
+            self._took()
 
     def _copy(self) -> None:
         """Copy a part of what the peer has lent; the rest in later turns of the loop."""
@@ -320,7 +328,7 @@ class ShmConnection(Connection):
             return
         self.loans.advance()
         self._core.kick()
-        if self.loans.copying:
+        if self.loans.copies:
             self._copying = True
             self._loop.call_soon(self._copy)
 
@@ -356,11 +364,6 @@ class ShmConnection(Connection):
         if self._leaving:
             self._shut_when_done()
 
-    def _ring(self) -> None:
-        ringer = self.ringer
-        if ringer is not None:
-            ringer.ring()
-
     # -- ending
 
     def _say_goodbye(self) -> None:
@@ -383,6 +386,7 @@ class ShmConnection(Connection):
             self._memory.doorbell.remove(self._poll)
             self._memory.parted(self._core.peer_rank)
         self._reader = self._writer = self.ringer = None
+        self._ring = nothing
         self.attached.clear()
         self.loans.close()
 

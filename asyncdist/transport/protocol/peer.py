@@ -50,13 +50,13 @@ class PeerCore:
     __slots__ = (
         "_inbound",
         "_out",
-        "_reader",
         "buffer_updated",
         "get_buffer",
         "peer_rank",
         "post_receive",
         "post_send",
         "rank",
+        "reader",
     )
 
     post_send: Callable[[SendOp], bool]
@@ -86,16 +86,16 @@ class PeerCore:
         self._inbound = Inbound(
             peer_rank, self._out, any_source or AnySourceTable(), dropped, {} if watchers is None else watchers
         )
-        self._reader = Reader(peer_rank, self._inbound, self._out, on_control)
+        self.reader = Reader(peer_rank, self._inbound, self._out, on_control)
         self.post_send = self._out.post_send
         self.post_receive = self._inbound.post_receive
-        self.get_buffer = self._reader.get_buffer
-        self.buffer_updated = self._reader.buffer_updated
+        self.get_buffer = self.reader.get_buffer
+        self.buffer_updated = self.reader.buffer_updated
 
     @property
     def left(self) -> bool:
         """Whether the peer's GOODBYE came: the end of the stream then means left, not lost."""
-        return self._reader.left
+        return self.reader.left
 
     @property
     def expects(self) -> bool:
@@ -128,7 +128,7 @@ class PeerCore:
         """
         self._out.loans = self._inbound.loans = loans
         if loans is not None:
-            self._reader.max_read_bytes = FRAGMENT_BYTES  # no system call to keep short
+            self.reader.max_read_bytes = FRAGMENT_BYTES  # no system call to keep short
         self._out.queue.open(writer, arm)
         self._out.flush()
 

@@ -280,7 +280,9 @@ class Inbound:
         receive.meta = parked.meta
         receive.fingerprint = parked.fingerprint
         try:
-            view = self._target(receive, parked.length, parked.meta)
+            view = receive.target
+            if view is None or len(view) != parked.length:
+                view = self._target(receive, parked.length, parked.meta)
             if payload is None:
                 self.pulls.pull(receive, view, parked.message_id)
                 return False
@@ -294,7 +296,8 @@ class Inbound:
                 self._out.queue.push_control(pack_header(Kind.DISCARD, message_id=parked.message_id))
             raise
         finally:
-            self._out.kick()
+            if self._out.queue.urgent or self._out.leaving:
+                self._out.kick()
 
     def oldest_arrival(self, key: bytes) -> int:
         """When the oldest parked message of `key` came, in the mesh's count of arrivals."""

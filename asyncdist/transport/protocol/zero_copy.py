@@ -100,7 +100,7 @@ class Borrowing:
 class Loans:
     """One connection's side: what we lend and what we borrow; without `own` only of segments."""
 
-    __slots__ = ("_arrays", "_borrowed", "_connection", "_copies", "_lent", "_own", "_process", "_told")
+    __slots__ = ("_arrays", "_borrowed", "_connection", "_lent", "_own", "_process", "_told", "copies")
 
     def __init__(self, connection: Segmented, arrays: SharedArrays, own: OwnMemory | None = None) -> None:
         self._connection = connection
@@ -110,7 +110,7 @@ class Loans:
         self._borrowed: dict[int, AttachedSegment] = {}
         self._told = False  # where the memory of its process is
         self._process: ProcessMemory | None = None
-        self._copies: deque[Borrowing] = deque()
+        self.copies: deque[Borrowing] = deque()  # for `advance`
 
     # Lending
 
@@ -211,17 +211,12 @@ class Loans:
 
     def copy(self, stream: Stream, source: memoryview | RemoteBytes, done: Callable[[bool], None]) -> None:
         """Have a lent message copied by and by; `done(copied)` is called then, unless nobody wants it by then."""
-        self._copies.append(Borrowing(stream, source, done))
-
-    @property
-    def copying(self) -> bool:
-        """Whether `advance` has something to do."""
-        return bool(self._copies)
+        self.copies.append(Borrowing(stream, source, done))
 
     def advance(self) -> None:
         """Copy COPY_BYTES of what was lent, in turns."""
         left = COPY_BYTES
-        copies = self._copies
+        copies = self.copies
         while copies and left > 0:
             borrowing = copies.popleft()
             copied = borrowing.advance(min(left, COPY_BYTES // 2))
@@ -231,7 +226,7 @@ class Loans:
 
     def close(self) -> None:
         """The connection has ended."""
-        self._copies.clear()
+        self.copies.clear()
         self._borrowed.clear()
         self._lent.clear()
         self._process = None

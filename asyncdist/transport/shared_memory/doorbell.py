@@ -156,7 +156,8 @@ class Ringer:
     def ring(self) -> None:
         """Wake the peer if it sleeps; what it is to see must be in place."""
         fence()  # that, before this look: either we see it asleep, or it sees what is there
-        self.knock()
+        if self._eventfd >= 0 and self._words[_ASLEEP]:
+            self.knock()
 
     def knock(self) -> None:
         """As `ring`, when a fence lies behind what the peer is to see."""

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from asyncdist.errors import RemoteProtocolError
-from asyncdist.transport.shared_memory.fence import fence, order
+from asyncdist.transport.shared_memory.fence import ORDERED, fence, order
 
 __all__ = ["HALF_CONTROL_BYTES", "PART_BYTES", "SENT", "RingReader", "RingWriter", "half_bytes"]
 
@@ -58,8 +58,11 @@ class RingWriter:
         `tell` is called whenever PART_BYTES more may be read, but not at the end: so the reader copies what we have
         written while we copy the next.
         """
-        room = self._room(sum(map(len, buffers)))
         size, ring, sent = self._size, self._ring, self._sent
+        wanted = sum(map(len, buffers))
+        room = size - (sent - self._taken)
+        if room < wanted:
+            room = self._room(wanted)
         start = sent
         for buffer in buffers:
             length = len(buffer)
@@ -79,11 +82,13 @@ class RingWriter:
             if not room:
                 break
             if sent - self._sent >= PART_BYTES:
-                order()
+                if not ORDERED:
+                    order()
                 self._sent = self._own[SENT] = sent
                 tell()
         if sent != self._sent:
-            order()  # the bytes before their count
+            if not ORDERED:
+                order()  # the bytes before their count
             self._sent = self._own[SENT] = sent
         return sent - start
 
@@ -143,7 +148,8 @@ class RingReader:
                 return 0
             if not 0 < length <= self._size:
                 raise RemoteProtocolError(f"a peer sent {sent} bytes of which {taken} were taken: the ring is smaller")
-            order()  # the count before the bytes
+            if not ORDERED:
+                order()  # the count before the bytes
             self._sent = sent
         if length > len(buffer):
             length = len(buffer)
@@ -155,7 +161,8 @@ class RingReader:
             cut = self._size - at
             buffer[:cut] = self._ring[at:]
             buffer[cut:length] = self._ring[: end - self._size]
-        order()  # read before we say so
+        if not ORDERED:
+            order()  # read before we say so
         self.taken = self._own[_TAKEN] = taken + length
         return length
 

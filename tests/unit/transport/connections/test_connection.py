@@ -36,6 +36,7 @@ class FakeCore:
         self.leaving = False
         self.goodbye_sent = False
         self.expects = True
+        self.reader = self
 
     def open(self, writer: object, arm: object) -> None:
         self.writer = writer

@@ -80,13 +80,13 @@ async def test_a_rank_that_goes_while_it_is_read() -> None:
         ends = await meet(one, other)
         await eventually(lambda: ends[0].loans.maps(PROCESS))
         sent, got = one.send(1, LONG, tag=1), other.receive(0, tag=1)
-        while not ends[1].loans.copying:  # which takes several turns of the loop, and not much time
+        while not ends[1].loans.copies:  # which takes several turns of the loop, and not much time
             assert not got.done()
             await asyncio.sleep(0)
         one.mesh.abort()
         with pytest.raises(PeerLostError):
             await received(got)
         assert sent.done()
-        assert not ends[1].loans.copying
+        assert not ends[1].loans.copies
         with pytest.raises(OSError, match="not connected"):
             ends[0].peer_process  # noqa: B018

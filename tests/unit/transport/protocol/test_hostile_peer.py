@@ -264,7 +264,7 @@ def question() -> bytes:
 
 def test_questions_of_a_peer_that_does_not_read_the_answers(victim: Victim) -> None:
     core = victim.pair.b
-    core._reader._on_control = lambda _rank, payload: core.send_control(payload)
+    core.reader._on_control = lambda _rank, payload: core.send_control(payload)
     for _ in range(4 * MAX_REPLIES // 1000):
         victim.feed(question() * 1000)
         while victim.pair.ba.deliver():

@@ -127,7 +127,7 @@ def test_a_receiver_that_drops_it_writes_nothing_any_more(pair: LendingPair) -> 
 def test_a_sender_that_drops_it_fails_the_receiver_even_if_all_is_copied(pair: LendingPair) -> None:
     sink = Recorder()
     data = start(pair, sink)
-    while pair.sides[1].loans.copying:
+    while pair.sides[1].loans.copies:
         pair.sides[1].loans.advance()
     pair.drop_group(0)
     data[:] = bytes(LARGE)  # its owner may
@@ -149,7 +149,7 @@ def test_a_lent_frame_that_was_not_written_yet_never_is(pair: LendingPair) -> No
     pair.ab.capacity = 1 << 60
     pair.run()
     assert isinstance(sink.failed["got"], GroupAbortedError)
-    assert not pair.sides[1].loans.copying
+    assert not pair.sides[1].loans.copies
 
 
 @pytest.mark.parametrize("copied", [False, True])
@@ -159,7 +159,7 @@ def test_a_sender_that_gives_it_up_fails_that_receive_only(pair: LendingPair, co
     receive(pair.b, sink, p2p(1), LARGE, "got")
     op = send(pair.a, sink, p2p(1), data, "sent")  # type: ignore[arg-type]
     Pair.run(pair)
-    while copied and pair.sides[1].loans.copying:
+    while copied and pair.sides[1].loans.copies:
         pair.sides[1].loans.advance()
     pair.a.give_up(op)
     data[:] = bytes(LARGE)  # its owner may

@@ -327,7 +327,7 @@ class TestEnds:
     def test_a_sender_that_drops_it_fails_the_receiver(self, pair: LendingPair, all_is_read: bool) -> None:
         sink = Recorder()
         data = start(pair, sink)
-        while all_is_read and pair.sides[1].loans.copying:
+        while all_is_read and pair.sides[1].loans.copies:
             pair.sides[1].loans.advance()
         pair.drop_group(0)
         data[:] = bytes(LARGE)  # its owner may
