@@ -31,7 +31,7 @@ from asyncdist.plan.problem import PRIVATE_COLLECTIVES, ROOTED
 from asyncdist.transport.base_mesh import BaseMesh
 from asyncdist.transport.config import LATE_S
 from asyncdist.transport.protocol.frame import key_prefix
-from asyncdist.transport.protocol.matching import Unexpected
+from asyncdist.transport.protocol.matching import UnexpectedWatcher
 from asyncdist.world.control import Check, Mismatch, Ran
 from asyncdist.world.world import CLOSED_SINCE, World
 
@@ -404,7 +404,7 @@ class StrayMessages:
             self._mesh.watchers.pop(group, None)
         self.early.clear()
 
-    def _watch(self, group_id: int, watcher: Unexpected) -> None:
+    def _watch(self, group_id: int, watcher: UnexpectedWatcher) -> None:
         group = key_prefix(group_id, 0, 0)[:_PLACE_AT]
         self._watched.append(group)
         self._mesh.watch(group, watcher)

@@ -1,4 +1,8 @@
-"""Stub."""
+"""Where a rank can be reached: what it advertises through the store, and how it chooses that.
+
+A rank never advertises what its host name resolves to: on many machines that is 127.0.0.1 or an interface nobody else
+can reach. It advertises the interfaces it was told to use, else the local address of the route to the store.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from asyncdist.transport.addresses import PeerAddress
 from asyncdist.transport.context import Absence
 from asyncdist.transport.host_memory import HostMemory
 from asyncdist.transport.protocol.frame import FRAGMENT_BYTES, MAX_CALL_BYTES
-from asyncdist.transport.protocol.matching import AnySourceTable, Discarded, DroppedGroups, Unexpected
+from asyncdist.transport.protocol.matching import AnySourceTable, Discarded, DroppedGroups, UnexpectedWatcher
 from asyncdist.transport.protocol.operations import Receive, SendOp, nobody_left
 from asyncdist.transport.protocol.peer import PeerCore
 from asyncdist.transport.spin import Spinner
@@ -69,7 +69,7 @@ class BaseMesh:
         self._owner = owner
         self._any_source = AnySourceTable()
         self._dropped = DroppedGroups()
-        self.watchers: dict[bytes, Unexpected] = {}
+        self.watchers: dict[bytes, UnexpectedWatcher] = {}
         """By group, the 8 bytes that its keys begin with; see `watch`."""
         self._gone: dict[int, bool] = {}  # whether it left with a goodbye
         self._lost_elsewhere: set[int] = set()  # ranks whose loss we have heard of without having met them
@@ -148,14 +148,14 @@ class BaseMesh:
         core = self.cores[rank]
         return core is None or core.give_up(message)
 
-    def watch(self, group: bytes, watcher: Unexpected) -> None:
+    def watch(self, group: bytes, watcher: UnexpectedWatcher) -> None:
         """Tell `watcher` of messages of collectives of `group` (8 bytes) that come before their receives.
 
         Those that are here already are told at once.
         """
         self.watchers[group] = watcher
         for core in filter(None, self.cores):
-            core.tell_parked(group, watcher)
+            core.tell_unexpected(group, watcher)
 
     def put_back(self, receive: Receive, payload: bytes) -> None:
         """Undo a point-to-point receive that ended well unnoticed; see `PeerCore.put_back`."""

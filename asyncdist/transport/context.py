@@ -1,4 +1,4 @@
-"""What all parts of one mesh share."""
+"""What all parts of one mesh share, and what the store says of a rank that takes no connection."""
 
 from __future__ import annotations
 

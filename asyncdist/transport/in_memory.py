@@ -1,4 +1,8 @@
-"""Stub."""
+"""Ranks of one event loop connected without sockets, for simulation and tests: `MemoryMesh`es of a `MemoryNetwork`.
+
+The cores, their bytes and their flow control are the real ones; only the wire is a queue. With a seed, bytes are cut at
+random, take random times, and are accepted in part, but never change their order within one direction of a link.
+"""
 
 from __future__ import annotations
 

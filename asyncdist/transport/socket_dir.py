@@ -1,4 +1,9 @@
-"""Stub."""
+"""A directory for Unix sockets, which containers of one host share to reach each other as ranks of one host do.
+
+Abstract socket names end at a network namespace, and most containers have their own; a directory mounted into all of
+them is reached from each. Sockets in it are named at random; connecting to one, and passing descriptors over it, proves
+that both ends run on one kernel. Paths may differ from container to container: only the last part of a name counts.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@ Being woken costs a rank 10 to 20 microseconds, most of an exchange between two 
 work looks first, for at most ASYNCDIST_SPIN_US (20), and only while that can pay: there are not many more ranks on the
 host than cores, none of them lives in this process, and looking has helped lately. Where two ranks answer each other at
 once, it looks longer (see `CATCH`): as long as a wait takes in which both have to be woken, which on slow
-virtual machines is several times as long as on others.
+virtual machines is several times as long as on others. Ranks of this host that are reached through sockets are
+`Neighbors`: their sockets are read as well.
 """
 
 from __future__ import annotations

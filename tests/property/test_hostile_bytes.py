@@ -89,8 +89,8 @@ def feed(pair: Pair, data: bytes, rng: random.Random) -> None:
 
 def check_bounds(pair: Pair) -> None:
     held = pair.b.statistics()
-    assert held["parked_bytes"] <= 2 * CREDIT + 4000
-    assert held["parked_offers"] <= 2 * OFFERS
+    assert held["unexpected_bytes"] <= 2 * CREDIT + 4000
+    assert held["unexpected_offers"] <= 2 * OFFERS
     assert held["early_pulls"] <= EARLY_PULLS
     assert held["streams_in"] <= 20
 

@@ -298,11 +298,11 @@ class World(RuleBasedStateMachine):
             return
         for core in self.cores.values():
             held = core.statistics()
-            assert held["parked_bytes"] <= 2 * CREDIT
-            assert held["parked_offers"] <= 2 * (OFFERS + len(self.receives))
+            assert held["unexpected_bytes"] <= 2 * CREDIT
+            assert held["unexpected_offers"] <= 2 * (OFFERS + len(self.receives))
             assert held["early_pulls"] <= EARLY_PULLS
             assert held["credit"] <= 2 * CREDIT
-            for window in core._inbound.windows:
+            for window in core._receiver.windows:
                 assert len(window.asked) <= ASKS
 
     @invariant()
@@ -365,13 +365,13 @@ class World(RuleBasedStateMachine):
         assert not any(p.receive.state is ReceiveState.STREAMING for p in self.receives)
         for (rank, peer), core in self.cores.items():
             receiver = self.cores[peer, rank]
-            due = receiver._out.queue._credit_due
-            for channel, (out, into) in enumerate(zip(core._out.windows, receiver._inbound.windows, strict=True)):
-                assert out.credit + into.owed + into.parked_bytes + due[channel] == CREDIT
+            due = receiver._sender.queue._credit_due
+            for channel, (out, into) in enumerate(zip(core._sender.windows, receiver._receiver.windows, strict=True)):
+                assert out.credit + into.owed + into.unexpected_bytes + due[channel] == CREDIT
                 assert out.stall == into.stall
         for message in self.messages:
             group = message.key[0]
-            stalled = self.cores[message.source, message.target]._out.windows[message.key[20]].stall
+            stalled = self.cores[message.source, message.target]._sender.windows[message.key[20]].stall
             target_dropped = (message.target, group) in self.dropped_at
             heard = (message.source, group) not in self.dropped_at and not message.withdrawn
             if target_dropped and heard and not stalled:

@@ -14,7 +14,7 @@ from asyncdist.group.core import CLOSE_SENDS_S, core_of
 from asyncdist.group.deadlines import PROBE_S
 from asyncdist.testing import VirtualTimeLoop
 from asyncdist.testing.world import SimulatedWorld
-from asyncdist.transport.protocol.frame import CHANNELS, CREDIT_BYTES
+from asyncdist.transport.protocol.frame import CREDIT_BYTES, TRAFFIC_CLASSES
 from asyncdist.work import Work
 
 MARK = 99
@@ -210,7 +210,7 @@ class Judge:
         for group in self.groups:
             if isinstance(group, dist.ProcessGroup) and ((core := core_of(group))._works or core.pairs._works):
                 problem(f"rank {self.rank}: works are kept: {core._works} {core.pairs._works}")
-        if mesh._any_source.table.entries or mesh._any_source._parked or mesh._any_source._stalled:
+        if mesh._any_source.table.entries or mesh._any_source._holders or mesh._any_source._stalled:
             problem(f"rank {self.rank}: receives from any source are kept")
         for other, peer in mesh._peers.items():
             core = peer.core
@@ -218,9 +218,9 @@ class Judge:
             if kept:
                 problem(f"rank {self.rank} keeps for rank {other}: {kept}")
             back = self.world.network._meshes[self.world.world_id, other]._peers[self.rank].core
-            for channel in range(CHANNELS):
-                credit = core._out.windows[channel].credit
-                credit += back._inbound.windows[channel].owed + back._out.queue._credit_due[channel]
+            for channel in range(TRAFFIC_CLASSES):
+                credit = core._sender.windows[channel].credit
+                credit += back._receiver.windows[channel].owed + back._sender.queue._credit_due[channel]
                 if credit != CREDIT_BYTES:
                     problem(f"rank {self.rank}: {CREDIT_BYTES - credit} bytes of credit to rank {other} are lost")
 

@@ -43,7 +43,7 @@ class Mistake(NamedTuple):
 MISTAKES = (
     Mistake(
         "credit that never comes back",
-        "            self._queue.return_credit(self._channel, self.owed)\n            self.owed = 0\n",
+        "            self._queue.return_credit(self._traffic, self.owed)\n            self.owed = 0\n",
         "            self.owed = 0\n",
         ("tests/unit/transport/protocol",),
     ),
@@ -121,8 +121,8 @@ MISTAKES = (
     ),
     Mistake(
         "a wrong tag match",
-        "    return _KEY.pack(group, tag, sequence, slot, channel)\n",
-        "    return _KEY.pack(group, tag & 1, sequence, slot, channel)\n",
+        "    return _KEY.pack(group, tag, sequence, slot, traffic)\n",
+        "    return _KEY.pack(group, tag & 1, sequence, slot, traffic)\n",
         ("tests/unit/transport/protocol",),
     ),
     Mistake(
@@ -139,7 +139,7 @@ MISTAKES = (
     ),
     Mistake(
         "a lost rank that a receive from any source does not hear of",
-        "        for receive in lost:\n            receive.sink.message_failed(receive.token, error)\n",
+        "        for receive in lost:\n            receive.fail(error)\n",
         "",
         ("tests/unit/transport/protocol",),
     ),

@@ -365,7 +365,7 @@ def _drop_parked(around: Surroundings, backend: AioBackend, sequence: int) -> No
     keys: list[bytes] = []
     operation = key_prefix(backend.group_id, sequence, 0)[:OPERATION_BYTES]
     for core in filter(None, around.mesh.cores):
-        core.tell_parked(operation, lambda _rank, key, _parked: keys.append(key))
+        core.tell_unexpected(operation, lambda _rank, key, _parked: keys.append(key))
     for key in keys:
         backend.drop(sequence, unpack_key(key).sequence)
 

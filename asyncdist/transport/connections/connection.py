@@ -1,4 +1,10 @@
-"""Connection: what one connection to a peer is to its link, whatever carries its bytes."""
+"""Connection: what a connection to a peer is to its link; and those through a socket, and from a rank to itself.
+
+A `StreamConnection` is the shell around a peer's core: one raw non-blocking socket, TCP or Unix, on any event loop. Raw
+sockets with `add_reader` rather than a transport, because only they tell when a message's buffer is free, read straight
+into the receiver's array, and can be written to and waited for at once on both loops. Never the loop's own `sock_*`
+coroutines: a cancelled one leaves its callback registered.
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from asyncdist.transport.config import LATE_S, TransportConfig
 from asyncdist.transport.connections.connection import set_stream_options
 from asyncdist.transport.connections.handshake import Handshake
 from asyncdist.transport.context import MeshContext
-from asyncdist.transport.protocol.hello import CHANNEL_SHARED_MEMORY, CHANNEL_STREAM, DialerHello, Verdict
+from asyncdist.transport.protocol.hello import SHARED_MEMORY_TRANSPORT, STREAM_TRANSPORT, DialerHello, Verdict
 from asyncdist.transport.socket_dir import path_of
 
 __all__ = ["Dialer", "DialerOwner", "Target", "choose_targets"]
@@ -377,8 +377,8 @@ class _Attempt:
             self._fail(ConnectionRefusedError("the socket connected to itself, so nobody listens there"))
             return
         shares = self._sock.family == socket.AF_UNIX and self._context.config.shares_memory
-        channel = CHANNEL_SHARED_MEMORY if shares else CHANNEL_STREAM
-        hello = DialerHello(self._context.identity, self._dialer.peer_rank, channel)
+        transport = SHARED_MEMORY_TRANSPORT if shares else STREAM_TRANSPORT
+        hello = DialerHello(self._context.identity, self._dialer.peer_rank, transport)
         handshake = Handshake(self._context.loop, self._context.sockets, self._sock, hello, self._target.label)
         self._handshake = handshake
         handshake.on_step = self._step

@@ -25,7 +25,7 @@ from asyncdist.transport.connections.dialer import Dialer
 from asyncdist.transport.connections.handshake import Handshake
 from asyncdist.transport.connections.shm import ShmConnection
 from asyncdist.transport.context import Absence, MeshContext
-from asyncdist.transport.protocol.hello import CHANNEL_SHARED_MEMORY, DialerHello, ListenerHello, Verdict
+from asyncdist.transport.protocol.hello import SHARED_MEMORY_TRANSPORT, DialerHello, ListenerHello, Verdict
 from asyncdist.transport.protocol.peer import PeerCore
 from asyncdist.transport.spin import lives_here, on_this_host
 
@@ -308,7 +308,7 @@ class Link:
         self.state = LinkState.OPEN
         self.label = handshake.label
         context = self._context
-        if handshake.hello.channel == CHANNEL_SHARED_MEMORY:
+        if handshake.hello.transport == SHARED_MEMORY_TRANSPORT:
             shared = ShmConnection(context, sock, self.core, self.label, self._ended, self._memory_refused)
             self.label = shared.label
             self._connection = shared

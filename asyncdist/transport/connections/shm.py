@@ -1,7 +1,8 @@
 """ShmConnection: frames between two ranks of one host through shared memory, beside the Unix socket that joined them.
 
-The socket stays: it passes descriptors, and its end tells at once that the peer has gone. What the peer put into its
-ring before it went is still there then, and is read first.
+The two first agree: each offers memory, and uses that of the other only if both can (`Pairing`). The socket stays: it
+passes descriptors, and its end tells at once that the peer has gone. What the peer put into its ring before it went is
+still there then, and is read first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Stub."""
+"""Flow control: what each side of a connection counts per traffic class, so that memory at the receiver is bounded.
+
+A sender may have CREDIT_BYTES of eager messages on their way or in the unexpected queue, and MAX_OFFERS offers without
+an answer. It holds back what exceeds that. It says so once (a stall, numbered), and lets a message go only when there
+is room, or when the receiver asks for a message of its key (a credit request: ASK).
+"""
 
 from __future__ import annotations
 
@@ -7,17 +12,17 @@ from typing import Final
 
 from asyncdist.errors import RemoteProtocolError
 from asyncdist.transport.protocol.frame import (
-    CHANNELS,
     CREDIT_BYTES,
     EARLY_ID,
     FLAG_END,
     MAX_ASKS,
     POINT_TO_POINT,
+    TRAFFIC_CLASSES,
     Kind,
     describe_key,
     pack_header,
 )
-from asyncdist.transport.protocol.matching import AnySourceTable, ParkingPeer, ReceiveTable
+from asyncdist.transport.protocol.matching import AnySourceTable, ReceiveTable, SourcePeer
 from asyncdist.transport.protocol.operations import SendOp
 from asyncdist.transport.protocol.output_queue import OutputQueue
 
@@ -28,12 +33,12 @@ RETURN_CREDIT_BYTES: Final = CREDIT_BYTES // 4
 
 
 class SendWindow:
-    """One channel as its sender sees it."""
+    """One traffic class as its sender sees it."""
 
-    __slots__ = ("_channel", "_held", "_keys", "_last_stall", "_queue", "asked", "credit", "offers", "stall")
+    __slots__ = ("_held", "_keys", "_last_stall", "_queue", "_traffic", "asked", "credit", "offers", "stall")
 
-    def __init__(self, channel: int, queue: OutputQueue) -> None:
-        self._channel = channel
+    def __init__(self, traffic: int, queue: OutputQueue) -> None:
+        self._traffic = traffic
         self._queue = queue
         self._last_stall = 0
         self.credit = CREDIT_BYTES
@@ -126,7 +131,7 @@ class SendWindow:
             self.begin_stall()
 
     def _say_stalled(self, stalled: int) -> None:
-        key = bytes(20) + bytes((self._channel, 0, 0, 0))
+        key = bytes(20) + bytes((self._traffic, 0, 0, 0))
         self._queue.push_data(pack_header(Kind.STALLED, key=key, length=stalled, message_id=self.stall))
 
     def grant(self, nbytes: int) -> None:
@@ -152,26 +157,26 @@ class SendWindow:
 
 
 class ReceiveWindow:
-    """One channel as its receiver sees it."""
+    """One traffic class as its receiver sees it."""
 
     __slots__ = (
-        "_channel",
         "_queue",
+        "_traffic",
         "asked",
         "owed",
-        "parked_bytes",
-        "parked_offers",
         "renewing",
         "stall",
         "unasked",
+        "unexpected_bytes",
+        "unexpected_offers",
     )
 
-    def __init__(self, channel: int, queue: OutputQueue) -> None:
-        self._channel = channel
+    def __init__(self, traffic: int, queue: OutputQueue) -> None:
+        self._traffic = traffic
         self._queue = queue
-        self.owed = 0  # credit used by messages that are no longer parked, not yet given back
-        self.parked_bytes = 0
-        self.parked_offers = 0
+        self.owed = 0  # credit of messages that have met their receives, not yet given back
+        self.unexpected_bytes = 0
+        self.unexpected_offers = 0
         self.stall = 0
         self.asked: dict[bytes, int] = {}
         self.unasked = False  # MAX_ASKS kept us from asking for all we wait for
@@ -181,7 +186,7 @@ class ReceiveWindow:
         """An eager message is no longer in anybody's way: its credit goes back, in portions."""
         self.owed += nbytes
         if self.owed > RETURN_CREDIT_BYTES:
-            self._queue.return_credit(self._channel, self.owed)
+            self._queue.return_credit(self._traffic, self.owed)
             self.owed = 0
 
     def ask(self, key: bytes, wanted: int) -> bool:
@@ -207,14 +212,14 @@ class ReceiveWindow:
 
 
 class Asking:
-    """The receiving side of one peer's stalls. `stalled`: it keeps messages of some channel back."""
+    """The receiving side of one peer's stalls. `stalled`: it keeps messages of a traffic class back."""
 
     __slots__ = ("_any_source", "_owner", "_peer_rank", "_queue", "_table", "_windows", "stalled")
 
     def __init__(
         self,
         peer_rank: int,
-        owner: ParkingPeer,
+        owner: SourcePeer,
         table: ReceiveTable,
         any_source: AnySourceTable,
         windows: tuple[ReceiveWindow, ...],
@@ -230,38 +235,38 @@ class Asking:
 
     def on_stalled(self, key: bytes, stalled: int, number: int) -> None:
         """STALLED: from now on the peer keeps messages back until asked, or no longer does."""
-        channel = key[20]
-        if channel >= CHANNELS or stalled > 1 or not number:
+        traffic = key[20]
+        if traffic >= TRAFFIC_CLASSES or stalled > 1 or not number:
             raise RemoteProtocolError(f"rank {self._peer_rank} sent a malformed STALLED")
-        window = self._windows[channel]
+        window = self._windows[traffic]
         if stalled == bool(window.stall) or (not stalled and window.stall != number):
             raise RemoteProtocolError(f"rank {self._peer_rank} began or ended a stall twice")
         window.asked.clear()
         window.unasked = window.renewing = False
         window.stall = number if stalled else 0
         self.stalled = any(window.stall for window in self._windows)
-        self._queue.drop_asks(channel)
-        if channel == POINT_TO_POINT:
+        self._queue.drop_asks(traffic)
+        if traffic == POINT_TO_POINT:
             self._any_source.stalled(self._owner, bool(stalled))
         if stalled:
-            self._ask_for_all(channel)
+            self._ask_for_all(traffic)
 
     def answered(self, key: bytes) -> None:
         """A message has come because it was asked for: there may be room to ask for others."""
-        channel = key[20]
-        window = self._windows[channel]
+        traffic = key[20]
+        window = self._windows[traffic]
         window.answered(key)
         if window.unasked and len(window.asked) <= MAX_ASKS // 2:
-            self._ask_for_all(channel)
+            self._ask_for_all(traffic)
 
     def ask(self, key: bytes) -> bool:
         """A receive for `key` is posted: if the peer is stalled, have it send one. Whether it is told anything."""
-        channel = key[20]
-        window = self._windows[channel]
+        traffic = key[20]
+        window = self._windows[traffic]
         if not window.stall:
             return False
         wanted = self._table.count(key)
-        if channel == POINT_TO_POINT:
+        if traffic == POINT_TO_POINT:
             wanted += self._any_source.table.count(key)
         asked = window.ask(key, wanted)
         if asked:
@@ -278,11 +283,11 @@ class Asking:
         self._queue.push_control(pack_header(Kind.ASK, flags=FLAG_END, key=key, message_id=window.stall))
         return True
 
-    def _ask_for_all(self, channel: int) -> None:
-        self._windows[channel].unasked = self._windows[channel].renewing = False
+    def _ask_for_all(self, traffic: int) -> None:
+        self._windows[traffic].unasked = self._windows[traffic].renewing = False
         for receive in self._table:
-            if receive.key[20] == channel:
+            if receive.key[20] == traffic:
                 self.ask(receive.key)
-        if channel == POINT_TO_POINT:
+        if traffic == POINT_TO_POINT:
             for receive in self._any_source.table:
                 self.ask(receive.key)

@@ -11,7 +11,7 @@ integers are little-endian.
 | 4 | 4 | fingerprint | what the sender believes this message is part of (DATA, OFFER, FRAGMENT) |
 | 8 | 24 | key | the match key, or zero, or a fragment's offset (u64) and 16 zero bytes |
 | 32 | 8 | length | payload bytes of the message (FRAGMENT, CONTROL: of this frame) |
-| 40 | 4 | credit | bytes of credit given back, of the channel FLAG_CREDIT_COLLECTIVE names |
+| 40 | 4 | credit | bytes of credit given back, of the traffic class FLAG_CREDIT_COLLECTIVE names |
 | 44 | 4 | message_id | see below |
 
 The match key is the 24 bytes as they travel: they are a dict key at both ends and are unpacked only for errors.
@@ -22,7 +22,7 @@ The match key is the 24 bytes as they travel: they are a dict key at both ends a
 | 8 | 4 | tag |
 | 12 | 4 | sequence |
 | 16 | 4 | slot |
-| 20 | 1 | channel: 0 point-to-point, 1 collective |
+| 20 | 1 | traffic class: 0 point-to-point, 1 collective |
 | 21 | 3 | zero |
 
 | kind | from | fields used | payload |
@@ -33,7 +33,7 @@ The match key is the 24 bytes as they travel: they are a dict key at both ends a
 | DISCARD | receiver | message_id: send no more of this message; flag ABORT: its group has ended here | none |
 | FRAGMENT | sender | message_id as in the PULL, offset; flag ABORT: this was the last, incomplete | <= FRAGMENT_BYTES |
 | CREDIT | receiver | credit | none |
-| STALLED | sender | length: 1 messages are held back, 0 no longer; channel in key; message_id: stall number | none |
+| STALLED | sender | length: 1 messages are held back, 0 none; traffic class in key; message_id: stall number | none |
 | ASK | receiver | key: send one message of it though stalled; message_id: stall number; flag END: stall anew | none |
 | CONTROL | either | length | opaque, at most MAX_CONTROL_BYTES |
 | GOODBYE | either | | none; nothing follows |
@@ -62,7 +62,6 @@ import struct
 from typing import Final, NamedTuple
 
 __all__ = [
-    "CHANNELS",
     "COLLECTIVE",
     "CREDIT_BYTES",
     "EAGER_BYTES",
@@ -91,6 +90,7 @@ __all__ = [
     "MAX_REPLIES",
     "MESSAGE_OVERHEAD_BYTES",
     "POINT_TO_POINT",
+    "TRAFFIC_CLASSES",
     "ZERO_KEY",
     "Key",
     "Kind",
@@ -114,10 +114,10 @@ ZERO_KEY: Final = bytes(KEY_BYTES)
 
 POINT_TO_POINT: Final = 0
 COLLECTIVE: Final = 1
-CHANNELS: Final = 2
+TRAFFIC_CLASSES: Final = 2
 
 FRAGMENT_BYTES: Final = 256 << 10
-"""Largest piece of a message: what an urgent frame may have to wait behind."""
+"""Largest fragment of a message: what an urgent frame may have to wait behind."""
 
 EAGER_BYTES: Final = FRAGMENT_BYTES
 """Largest message sent without asking: copying it once more, should it come too early, costs less than a round trip."""
@@ -143,13 +143,13 @@ LEND_BYTES: Final = 512 << 10
 """Shortest payload that is lent instead of sent: below it the two frames more cost what copying once less saves."""
 
 CREDIT_BYTES: Final = 1 << 20
-"""Eager bytes per peer and channel that may be on their way or parked, unmatched, at the receiver."""
+"""Eager bytes per peer and traffic class that may be on their way or in the unexpected queue, at the receiver."""
 
 MESSAGE_OVERHEAD_BYTES: Final = 512
-"""Charged to the credit for each eager message: roughly what the objects of a parked one occupy."""
+"""Charged to the credit for each eager message: roughly what the objects of an unexpected one occupy."""
 
 MAX_OFFERS: Final = 1024
-"""Offers per peer and channel not yet answered; beyond, the sender keeps its queue to itself and says STALLED."""
+"""Offers per peer and traffic class not yet answered; beyond, the sender keeps its queue to itself and says STALLED."""
 
 MAX_ASKS: Final = 65_536
 """Keys a receiver may have asked for and not got during one stall; each costs the sender a dictionary entry. Beyond,
@@ -208,7 +208,7 @@ class Key(NamedTuple):
     tag: int
     sequence: int
     slot: int
-    channel: int
+    traffic: int
 
 
 _KEY: Final = struct.Struct("<QIIIB3x")
@@ -219,9 +219,9 @@ _PLACE: Final = struct.Struct("<QQ8x")
 _TOKEN: Final = struct.Struct("<Q16s")
 
 
-def pack_key(group: int, tag: int, sequence: int, slot: int, channel: int) -> bytes:
+def pack_key(group: int, tag: int, sequence: int, slot: int, traffic: int) -> bytes:
     """Return the 24 bytes by which a message and its receive find each other."""
-    return _KEY.pack(group, tag, sequence, slot, channel)
+    return _KEY.pack(group, tag, sequence, slot, traffic)
 
 
 def unpack_key(key: bytes) -> Key:
@@ -237,15 +237,15 @@ def key_prefix(group: int, tag: int, sequence: int) -> bytes:
     return _PREFIX.pack(group, tag, sequence & 0xFFFFFFFF)
 
 
-def key_suffix(slot: int, channel: int) -> bytes:
+def key_suffix(slot: int, traffic: int) -> bytes:
     """Return the last 8 bytes of a key, so that `key_prefix(...) + key_suffix(...)` is the key."""
-    return _SUFFIX.pack(slot, channel)
+    return _SUFFIX.pack(slot, traffic)
 
 
 def describe_key(key: bytes) -> str:
     """Return a key as it should stand in an error message."""
-    group, tag, sequence, slot, channel = unpack_key(key)
-    kind = "collective" if channel else "point-to-point"
+    group, tag, sequence, slot, traffic = unpack_key(key)
+    kind = "collective" if traffic else "point-to-point"
     return f"{kind} group={group:#x} tag={tag} sequence={sequence} slot={slot}"
 
 

@@ -4,15 +4,15 @@ The listener speaks first, so that its nonce is known when the dialer proves its
 taken about an authenticated peer, one and a half round trips after the connection stands:
 
     listener -> dialer   GREETING  magic 8 | version u16 | 0 u16 | nonce 32
-    dialer -> listener   HELLO     magic 8 | version u16 | channel u8 | 0 u8 | rank u32 | peer rank u32 | world id 16
+    dialer -> listener   HELLO     magic 8 | version u16 | transport u8 | 0 u8 | rank u32 | peer rank u32 | world id 16
                                    | nonce 32 | proof 32
     listener -> dialer   ACK       magic 8 | version u16 | verdict u8 | 0 u8 | proof 32
     dialer -> listener   CONFIRM   one byte; frames may follow at once
 
 All integers are little-endian. A proof is HMAC-SHA256 over the sender's role, the verdict (ACK), the protocol version,
-the world id, both ranks, the channel and both nonces, under a key derived from the world's secret and id: it cannot be
-replayed, reflected, or moved to another world, pair, direction or verdict. The listener sends no frame before CONFIRM:
-a dialer that gave up before it read the ACK has opened nothing, so its hanging up is no lost peer.
+the world id, both ranks, the transport and both nonces, under a key derived from the world's secret and id: it cannot
+be replayed, reflected, or moved to another world, pair, direction or verdict. The listener sends no frame before
+CONFIRM: a dialer that gave up before it read the ACK has opened nothing, so its hanging up is no lost peer.
 
 Every message has a fixed size and is read to the byte, so a side never buffers more than `HELLO_BYTES` of a stranger's.
 """
@@ -29,10 +29,10 @@ from asyncdist.errors import RemoteProtocolError
 from asyncdist_server.wire.auth import proof, verify_proof
 
 __all__ = [
-    "CHANNEL_SHARED_MEMORY",
-    "CHANNEL_STREAM",
     "HELLO_BYTES",
     "PROTOCOL_VERSION",
+    "SHARED_MEMORY_TRANSPORT",
+    "STREAM_TRANSPORT",
     "DialerHello",
     "Hello",
     "Identity",
@@ -45,11 +45,11 @@ WORLD_ID_BYTES: Final = 16
 NONCE_BYTES: Final = 32
 """Nonces never repeat by chance, and carry as much entropy as the proofs."""
 PROOF_BYTES: Final = 32
-CHANNEL_STREAM: Final = 0
+STREAM_TRANSPORT: Final = 0
 """Frames travel on this very byte stream."""
-CHANNEL_SHARED_MEMORY: Final = 1
+SHARED_MEMORY_TRANSPORT: Final = 1
 """Frames travel through shared memory; this stream passes descriptors, and takes the frames if one side refuses."""
-CHANNELS_KNOWN: Final = (CHANNEL_STREAM, CHANNEL_SHARED_MEMORY)
+TRANSPORTS_KNOWN: Final = (STREAM_TRANSPORT, SHARED_MEMORY_TRANSPORT)
 MAX_RANK: Final = 2**32 - 1
 
 _MAGIC: Final = b"\x8fADPEER\n"
@@ -75,14 +75,14 @@ class Verdict(enum.IntEnum):
     WRONG_WORLD = 16
     WRONG_RANK = 17
     WRONG_PROOF = 18
-    WRONG_CHANNEL = 19
+    WRONG_TRANSPORT = 19
 
 
 _REASONS: Final = {
     Verdict.WRONG_WORLD: "it belongs to another world (another job, or an earlier run at this address)",
     Verdict.WRONG_RANK: "it does not have that rank, or not that many ranks",
     Verdict.WRONG_PROOF: "the tokens differ",
-    Verdict.WRONG_CHANNEL: "it does not know this kind of channel",
+    Verdict.WRONG_TRANSPORT: "it does not know this kind of channel",
 }
 
 
@@ -108,10 +108,10 @@ class Hello:
     After a RemoteProtocolError, `refusal` is what is to be sent before the connection is closed.
     """
 
-    __slots__ = ("_identity", "_key", "_nonce", "channel", "peer_rank", "refusal", "wanted")
+    __slots__ = ("_identity", "_key", "_nonce", "peer_rank", "refusal", "transport", "wanted")
 
-    def __init__(self, identity: Identity, wanted: int, channel: int) -> None:
-        self.channel = channel
+    def __init__(self, identity: Identity, wanted: int, transport: int) -> None:
+        self.transport = transport
         self._identity = identity
         self._key = proof(identity.secret, "peer hello key", identity.world_id)
         self._nonce = os.urandom(NONCE_BYTES)
@@ -139,8 +139,8 @@ class Hello:
             )
         return first, second
 
-    def _transcript(self, dialer: int, listener: int, nonces: bytes, channel: int) -> tuple[bytes, ...]:
-        prefix = _PREFIX.pack(_MAGIC, PROTOCOL_VERSION, channel, 0)
+    def _transcript(self, dialer: int, listener: int, nonces: bytes, transport: int) -> tuple[bytes, ...]:
+        prefix = _PREFIX.pack(_MAGIC, PROTOCOL_VERSION, transport, 0)
         return prefix, self._identity.world_id, _RANKS.pack(dialer, listener), nonces
 
 
@@ -149,8 +149,8 @@ class DialerHello(Hello):
 
     __slots__ = ("_nonces", "verdict")
 
-    def __init__(self, identity: Identity, peer_rank: int, channel: int = CHANNEL_STREAM) -> None:
-        super().__init__(identity, _PREFIX_BYTES, channel)
+    def __init__(self, identity: Identity, peer_rank: int, transport: int = STREAM_TRANSPORT) -> None:
+        super().__init__(identity, _PREFIX_BYTES, transport)
         self.peer_rank = peer_rank
         self._nonces = b""
         self.verdict: Verdict | None = None
@@ -181,10 +181,10 @@ class DialerHello(Hello):
 
     def _hello(self) -> bytes:
         rank, peer_rank = self._identity.rank, self.peer_rank
-        transcript = self._transcript(rank, peer_rank, self._nonces, self.channel)
+        transcript = self._transcript(rank, peer_rank, self._nonces, self.transport)
         return b"".join(
             (
-                _PREFIX.pack(_MAGIC, PROTOCOL_VERSION, self.channel, 0),
+                _PREFIX.pack(_MAGIC, PROTOCOL_VERSION, self.transport, 0),
                 _RANKS.pack(rank, peer_rank),
                 self._identity.world_id,
                 self._nonce,
@@ -200,7 +200,7 @@ class DialerHello(Hello):
             raise RemoteProtocolError(f"rank {self.peer_rank} answered with unknown verdict {code}") from None
         if verdict >= Verdict.WRONG_WORLD:
             raise RemoteProtocolError(f"rank {self.peer_rank} refused the connection: {_REASONS[verdict]}")
-        transcript = self._transcript(self._identity.rank, self.peer_rank, self._nonces, self.channel)
+        transcript = self._transcript(self._identity.rank, self.peer_rank, self._nonces, self.transport)
         if not verify_proof(self._key, data[_PREFIX_BYTES:], f"peer listener {verdict.name}", *transcript):
             raise RemoteProtocolError(f"rank {self.peer_rank} could not prove that it holds this world's token")
         self.verdict = verdict
@@ -212,7 +212,7 @@ class ListenerHello(Hello):
     __slots__ = ("_answered", "_nonces", "_prefix", "authenticated", "confirmed")
 
     def __init__(self, identity: Identity) -> None:
-        super().__init__(identity, _PREFIX_BYTES, CHANNEL_STREAM)
+        super().__init__(identity, _PREFIX_BYTES, STREAM_TRANSPORT)
         self._prefix = b""
         self._nonces = b""
         self._answered: Verdict | None = None
@@ -226,7 +226,7 @@ class ListenerHello(Hello):
     def feed(self, data: bytes) -> bytes:
         """Take HELLO in two parts (so that another version's is recognised by its first bytes), then CONFIRM."""
         if not self._prefix:
-            self.channel, _reserved = self._prefix_fields(data)
+            self.transport, _reserved = self._prefix_fields(data)
             self._prefix = data
             self.wanted = HELLO_BYTES - _PREFIX_BYTES
         elif not self.authenticated:
@@ -242,7 +242,7 @@ class ListenerHello(Hello):
     def answer(self, verdict: Verdict) -> bytes:
         """The ACK with `verdict`, to be called once, after `authenticated`."""
         self._answered = verdict
-        transcript = self._transcript(self.peer_rank, self._identity.rank, self._nonces, self.channel)
+        transcript = self._transcript(self.peer_rank, self._identity.rank, self._nonces, self.transport)
         proven = proof(self._key, f"peer listener {verdict.name}", *transcript)
         return _PREFIX.pack(_MAGIC, PROTOCOL_VERSION, verdict, 0) + proven
 
@@ -260,11 +260,11 @@ class ListenerHello(Hello):
                 f"rank {rank} wants rank {intended}, but this is rank {identity.rank} of {identity.world_size}",
             )
         self._nonces = self._nonce + data[nonce_at:proof_at]
-        transcript = self._transcript(rank, intended, self._nonces, self.channel)
+        transcript = self._transcript(rank, intended, self._nonces, self.transport)
         if not verify_proof(self._key, data[proof_at:], "peer dialer", *transcript):
             self._refuse(Verdict.WRONG_PROOF, f"a peer that calls itself rank {rank} does not hold this world's token")
-        if self.channel not in CHANNELS_KNOWN:
-            self._refuse(Verdict.WRONG_CHANNEL, f"rank {rank} asks for unknown channel {self.channel}")
+        if self.transport not in TRANSPORTS_KNOWN:
+            self._refuse(Verdict.WRONG_TRANSPORT, f"rank {rank} asks for unknown channel {self.transport}")
         self.peer_rank = rank
         self.authenticated = True
 

@@ -13,10 +13,10 @@ from typing import Final, Protocol, TypeAlias
 
 from asyncdist.transport.protocol.operations import Receive, ReceiveState
 
-__all__ = ["AnySourceTable", "Discarded", "DroppedGroups", "ParkingPeer", "ReceiveTable", "Unexpected"]
+__all__ = ["AnySourceTable", "Discarded", "DroppedGroups", "ReceiveTable", "SourcePeer", "UnexpectedWatcher"]
 
-Unexpected: TypeAlias = Callable[[int, bytes, Container[bytes]], None]
-"""unexpected(source, key, parked): a message of a collective came before its receive. `parked` has `key` until then."""
+UnexpectedWatcher: TypeAlias = Callable[[int, bytes, Container[bytes]], None]
+"""unexpected(source, key, queue): a message of a collective came before its receive. `queue` has `key` until then."""
 
 
 class ReceiveTable:
@@ -93,14 +93,14 @@ class ReceiveTable:
         return taken
 
 
-class ParkingPeer(Protocol):
+class SourcePeer(Protocol):
     """A peer as receives from any source see it."""
 
     def oldest_arrival(self, key: bytes) -> int:
-        """When the oldest parked message of `key` came, in the mesh's count of arrivals."""
+        """When the oldest unexpected message of `key` came, in the mesh's count of arrivals."""
 
-    def take_parked(self, receive: Receive) -> bool:
-        """Give the oldest parked message of its key to `receive`; results and errors as PeerCore.post_receive."""
+    def take_unexpected(self, receive: Receive) -> bool:
+        """Give the oldest unexpected message of its key to `receive`; results and errors as PeerCore.post_receive."""
 
     def ask(self, key: bytes) -> None:
         """A receive for `key` is posted: if the peer is stalled, have it send one."""
@@ -112,27 +112,27 @@ class AnySourceTable:
     Only point-to-point keys may be received from any source.
     """
 
-    __slots__ = ("_arrivals", "_parked", "_stalled", "entries", "orders", "table")
+    __slots__ = ("_arrivals", "_holders", "_stalled", "entries", "orders", "table")
 
     def __init__(self) -> None:
         self.table = ReceiveTable()
         self.entries = self.table.entries
         self.orders = itertools.count(1)
         self._arrivals = itertools.count(1)
-        self._parked: dict[bytes, dict[ParkingPeer, None]] = {}
-        self._stalled: dict[ParkingPeer, None] = {}
+        self._holders: dict[bytes, dict[SourcePeer, None]] = {}
+        self._stalled: dict[SourcePeer, None] = {}
 
     def post(self, receive: Receive, ranks: Collection[int]) -> bool:
         """Post a receive from whichever of `ranks` sends first.
 
-        True: complete now (the earliest parked message served it), the sink was not called. Raises what `allocate`
+        True: complete now (the earliest unexpected message served it), the sink was not called. Raises what `allocate`
         raised, or CollectiveMismatchError, if the message at hand does not suit; it is discarded.
         """
         receive._order = next(self.orders)
         receive.ranks = ranks
-        holders = self._parked.get(receive.key)
+        holders = self._holders.get(receive.key)
         if holders:
-            return min(holders, key=lambda peer: peer.oldest_arrival(receive.key)).take_parked(receive)
+            return min(holders, key=lambda peer: peer.oldest_arrival(receive.key)).take_unexpected(receive)
         self.table.add(receive)
         for peer in list(self._stalled):
             peer.ask(receive.key)
@@ -163,22 +163,22 @@ class AnySourceTable:
             receive.fail(error)
 
     def next_arrival(self) -> int:
-        """Number a parked message."""
+        """Number an unexpected message."""
         return next(self._arrivals)
 
-    def parked(self, key: bytes, peer: ParkingPeer) -> None:
+    def holds(self, key: bytes, peer: SourcePeer) -> None:
         """`peer` holds a message of `key`."""
-        self._parked.setdefault(key, {})[peer] = None
+        self._holders.setdefault(key, {})[peer] = None
 
-    def unparked(self, key: bytes, peer: ParkingPeer) -> None:
+    def holds_none(self, key: bytes, peer: SourcePeer) -> None:
         """`peer` holds no message of `key` any more."""
-        holders = self._parked.get(key)
+        holders = self._holders.get(key)
         if holders is not None and peer in holders:
             del holders[peer]
             if not holders:
-                del self._parked[key]
+                del self._holders[key]
 
-    def stalled(self, peer: ParkingPeer, stalled: bool) -> None:
+    def stalled(self, peer: SourcePeer, stalled: bool) -> None:
         """`peer` keeps point-to-point messages back until asked, or no longer does."""
         if stalled:
             self._stalled[peer] = None

@@ -1,4 +1,9 @@
-"""Stub."""
+"""OutputQueue: what waits to be written to one connection, in which order, and what each write completed.
+
+Order of writing: the rest of a frame begun, returned credit, control frames, data frames and offers (first in, first
+out, so that messages of one key keep their order), then a fragment of each message being pulled in turn. Nothing but a
+begun frame is ever committed to, so a control frame waits behind at most FRAGMENT_BYTES.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,6 @@ from typing import Final, TypeAlias
 
 from asyncdist.errors import RemoteProtocolError
 from asyncdist.transport.protocol.frame import (
-    CHANNELS,
     COLLECTIVE,
     CREDIT_BYTES,
     FLAG_ASKED,
@@ -19,6 +23,7 @@ from asyncdist.transport.protocol.frame import (
     MAX_BUFFERS,
     MAX_CALL_BYTES,
     MAX_REPLIES,
+    TRAFFIC_CLASSES,
     Kind,
     pack_fragment,
     pack_header,
@@ -64,8 +69,8 @@ URGENT_CREDIT_BYTES: Final = CREDIT_BYTES // 2
 """Credit owed from which a frame of its own returns it; less goes along with whatever is written next."""
 
 _SENT: Final = SendState.SENT
-_CHANNEL_AT: Final = 28
-"""Where in a frame its key names the channel."""
+_TRAFFIC_AT: Final = 28
+"""Where in a frame its key names the traffic class."""
 _DATA: Final = 0
 _CONTROL: Final = 1
 _FRAGMENT: Final = 2
@@ -119,7 +124,7 @@ class OutputQueue:
         self._replies = 0
         self._data: deque[tuple[bytes, SendOp | None, int]] = deque()
         self._streams: deque[SendOp] = deque()
-        self._credit_due = [0] * CHANNELS
+        self._credit_due = [0] * TRAFFIC_CLASSES
         self._begun: list[Buffer] = []
         self._begun_op: SendOp | None = None
         self._begun_final = False
@@ -151,10 +156,10 @@ class OutputQueue:
             raise RemoteProtocolError(f"the peer does not read: {MAX_REPLIES} answers to it wait")
         self.push_control(frame)
 
-    def drop_asks(self, channel: int) -> None:
+    def drop_asks(self, traffic: int) -> None:
         """The peer's stall has ended, or begins: what asked for messages of an earlier one says nothing any more."""
         if any(frame[0] == Kind.ASK for frame in self._control):
-            kept = [frame for frame in self._control if frame[0] != Kind.ASK or frame[_CHANNEL_AT] != channel]
+            kept = [frame for frame in self._control if frame[0] != Kind.ASK or frame[_TRAFFIC_AT] != traffic]
             self._control = deque(kept)
 
     def push_data(self, head: bytes, op: SendOp | None = None, offer_id: int = 0) -> None:
@@ -192,11 +197,11 @@ class OutputQueue:
         """Whether anything is lent."""
         return any(op.state is SendState.LENT for op in self.streaming.values())
 
-    def return_credit(self, channel: int, nbytes: int) -> None:
+    def return_credit(self, traffic: int, nbytes: int) -> None:
         """Give the peer credit back with the next write, or at once if it is much."""
         if self.closed:
             return
-        due = self._credit_due[channel] = self._credit_due[channel] + nbytes
+        due = self._credit_due[traffic] = self._credit_due[traffic] + nbytes
         self.clear = False
         if due > URGENT_CREDIT_BYTES:
             self.urgent = True
@@ -268,11 +273,11 @@ class OutputQueue:
         """Take frames off the queues, up to `budget` bytes or a little more."""
         frames: list[_Frame] = []
         nbytes = sum(map(len, self._begun))
-        for channel, due in enumerate(self._credit_due):
+        for traffic, due in enumerate(self._credit_due):
             if due:
-                flags = FLAG_CREDIT_COLLECTIVE if channel == COLLECTIVE else 0
+                flags = FLAG_CREDIT_COLLECTIVE if traffic == COLLECTIVE else 0
                 self._control.appendleft(pack_header(Kind.CREDIT, flags=flags, credit=due))
-                self._credit_due[channel] = 0
+                self._credit_due[traffic] = 0
         control = self._control
         while control and nbytes < budget and len(frames) < MAX_BUFFERS:
             head = control.popleft()

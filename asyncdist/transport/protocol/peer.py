@@ -3,9 +3,9 @@
 The shell owns a non-blocking socket. It reads into `get_buffer()` and reports with `buffer_updated(n)`; it hands over
 two functions with `open(writer, arm)`, and calls `flush()` when the socket is writable after `arm()` was called.
 
-    post_send ──> outbound ──> output ──> writer            (shell: send, sendmsg)
+    post_send ───> sender ───> output queue ──> writer     (shell: send, sendmsg)
                      ^ pulls, credit, asks
-    post_receive ─> inbound <── reader <── buffer_updated    (shell: recv_into)
+    post_receive ─> receiver <── reader <─── buffer_updated (shell: recv_into)
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from asyncdist.transport.protocol.frame import FRAGMENT_BYTES
-from asyncdist.transport.protocol.matching import AnySourceTable, DroppedGroups, Unexpected
+from asyncdist.transport.protocol.matching import AnySourceTable, DroppedGroups, UnexpectedWatcher
 from asyncdist.transport.protocol.operations import Receive, SendOp
 from asyncdist.transport.protocol.output_queue import Arm, Writer
 from asyncdist.transport.protocol.reader import Reader
-from asyncdist.transport.protocol.receiver import Inbound
-from asyncdist.transport.protocol.sender import Outbound
+from asyncdist.transport.protocol.receiver import Receiver
+from asyncdist.transport.protocol.sender import Sender
 from asyncdist.transport.protocol.zero_copy import Loans
 
 __all__ = ["Arm", "PeerCore", "Writer"]
@@ -48,8 +48,8 @@ class PeerCore:
     """
 
     __slots__ = (
-        "_inbound",
-        "_out",
+        "_receiver",
+        "_sender",
         "buffer_updated",
         "get_buffer",
         "peer_rank",
@@ -72,7 +72,7 @@ class PeerCore:
         *,
         any_source: AnySourceTable | None = None,
         dropped: DroppedGroups | None = None,
-        watchers: Mapping[bytes, Unexpected] | None = None,
+        watchers: Mapping[bytes, UnexpectedWatcher] | None = None,
         write_bytes: int = FRAGMENT_BYTES,
     ) -> None:
         if dropped is None:
@@ -81,14 +81,14 @@ class PeerCore:
             watchers = {}
         self.rank = rank
         self.peer_rank = peer_rank
-        self._out = Outbound(peer_rank, dropped)
-        self._out.queue.write_bytes = write_bytes
-        self._inbound = Inbound(
-            peer_rank, self._out, any_source or AnySourceTable(), dropped, {} if watchers is None else watchers
+        self._sender = Sender(peer_rank, dropped)
+        self._sender.queue.write_bytes = write_bytes
+        self._receiver = Receiver(
+            peer_rank, self._sender, any_source or AnySourceTable(), dropped, {} if watchers is None else watchers
         )
-        self.reader = Reader(peer_rank, self._inbound, self._out, on_control)
-        self.post_send = self._out.post_send
-        self.post_receive = self._inbound.post_receive
+        self.reader = Reader(peer_rank, self._receiver, self._sender, on_control)
+        self.post_send = self._sender.post_send
+        self.post_receive = self._receiver.post_receive
         self.get_buffer = self.reader.get_buffer
         self.buffer_updated = self.reader.buffer_updated
 
@@ -103,51 +103,51 @@ class PeerCore:
 
         Not while input is handled: what the reader has in hand comes first.
         """
-        inbound = self._inbound
-        return not self._out.corked and bool(inbound.entries or inbound.any_entries or inbound.pulls.by_id)
+        receiver = self._receiver
+        return not self._sender.corked and bool(receiver.entries or receiver.any_entries or receiver.pulls.by_id)
 
     @property
     def goodbye_sent(self) -> bool:
         """Whether our GOODBYE was accepted by the OS: the sending side may be shut down."""
-        return self._out.goodbye_sent
+        return self._sender.goodbye_sent
 
     @property
     def has_output(self) -> bool:
         """Whether anything posted or queued is still to be delivered to the peer."""
-        return self._out.has_output
+        return self._sender.has_output
 
     @property
     def error(self) -> BaseException | None:
         """What `fail` was called with."""
-        return self._out.error
+        return self._sender.error
 
     def open(self, writer: Writer, arm: Arm, loans: Loans | None = None) -> None:
         """The handshake is done: write what is queued, and from now on whatever comes.
 
         With `loans`, payloads that lie in shared memory are lent to the peer; who moves the bytes calls its `advance`.
         """
-        self._out.loans = self._inbound.loans = loans
+        self._sender.loans = self._receiver.loans = loans
         if loans is not None:
             self.reader.max_read_bytes = FRAGMENT_BYTES  # no system call to keep short
-        self._out.queue.open(writer, arm)
-        self._out.flush()
+        self._sender.queue.open(writer, arm)
+        self._sender.flush()
 
     def flush(self) -> bool:
         """Write what is queued, at most MAX_CALL_BYTES. True: nothing is left, no need to call again until `arm()`."""
-        return self._out.flush()
+        return self._sender.flush()
 
     def send_control(self, payload: bytes) -> None:
         """Send a CONTROL frame ahead of everything queued. Raises `error` once failed, ValueError, ClosedError."""
-        self._out.send_control(payload)
+        self._sender.send_control(payload)
 
     def send_frame(self, frame: bytes) -> None:
         """Send a frame of the shell's own, behind the messages posted so far."""
-        self._out.queue.push_data(frame)
-        self._out.kick()
+        self._sender.queue.push_data(frame)
+        self._sender.kick()
 
     def kick(self) -> None:
         """Write what must be written now."""
-        self._out.kick()
+        self._sender.kick()
 
     def withdraw(self, message: SendOp | Receive) -> bool:
         """Forget a receive, or a point-to-point send, posted here, telling its sink nothing; False if it was matched.
@@ -157,8 +157,8 @@ class PeerCore:
         receive fails with CollectiveTimeoutError. The peer takes the messages behind it in its place otherwise.
         """
         if isinstance(message, SendOp):
-            return self._out.withdraw(message)
-        return self._inbound.withdraw(message)
+            return self._sender.withdraw(message)
+        return self._receiver.withdraw(message)
 
     def give_up(self, message: SendOp | Receive) -> bool:
         """End a point-to-point message that cannot be withdrawn before its time, telling its sink nothing.
@@ -169,8 +169,8 @@ class PeerCore:
         is complete.
         """
         if isinstance(message, SendOp):
-            return self._out.give_up(message)
-        self._inbound.give_up(message)
+            return self._sender.give_up(message)
+        self._receiver.give_up(message)
         return True
 
     def put_back(self, receive: Receive, payload: bytes) -> None:
@@ -179,11 +179,11 @@ class PeerCore:
         `payload` is what it received. The message goes to the receive posted next for its key, or waits for one ahead
         of all others of that key.
         """
-        self._inbound.put_back(receive, payload)
+        self._receiver.put_back(receive, payload)
 
-    def tell_parked(self, group: bytes, watcher: Unexpected) -> None:
+    def tell_unexpected(self, group: bytes, watcher: UnexpectedWatcher) -> None:
         """Tell `watcher` of the messages of collectives of `group` that no receive has met."""
-        self._inbound.tell_parked(group, watcher)
+        self._receiver.tell_unexpected(group, watcher)
 
     def drop_group(self, group: bytes) -> None:
         """Forget everything of the group whose id's 8 bytes are `group`, telling no sink.
@@ -191,21 +191,21 @@ class PeerCore:
         When this returns no array of the group is read or written any more, except that a peer may still be copying
         from one that was lent to it: it will throw away what it copied. Late messages of the group are drained.
         """
-        self._inbound.drop_group(group)
-        self._out.drop_group(group)
+        self._receiver.drop_group(group)
+        self._sender.drop_group(group)
 
     def goodbye(self) -> None:
         """Send GOODBYE once everything posted is sent, and take no further sends. Watch `goodbye_sent`. Idempotent."""
-        self._out.goodbye()
+        self._sender.goodbye()
 
     def fail(self, error: BaseException) -> None:
         """The connection is gone: every pending send and receive fails with `error`, once. Idempotent.
 
         Eager messages that arrived before may still be received. Receives from any source are the mesh's to fail.
         """
-        self._out.fail(error)
-        self._inbound.fail(error)
+        self._sender.fail(error)
+        self._receiver.fail(error)
 
     def statistics(self) -> dict[str, Any]:
         """Counts of what is held for this peer, for tests of the bounds and for the curious."""
-        return {**self._out.statistics(), **self._inbound.statistics()}
+        return {**self._sender.statistics(), **self._receiver.statistics()}

@@ -29,8 +29,8 @@ from asyncdist.transport.protocol.frame import (
     Kind,
 )
 from asyncdist.transport.protocol.operations import Receive, ReceiveState, Stream
-from asyncdist.transport.protocol.receiver import Inbound
-from asyncdist.transport.protocol.sender import Outbound
+from asyncdist.transport.protocol.receiver import Receiver
+from asyncdist.transport.protocol.sender import Sender
 
 __all__ = ["SCRATCH_BYTES", "Reader"]
 
@@ -59,13 +59,13 @@ class Reader:
         "_any_entries",
         "_end",
         "_entries",
-        "_inbound",
         "_left_bytes",
         "_need",
         "_on_control",
-        "_out",
         "_peer_rank",
+        "_receiver",
         "_scratch",
+        "_sender",
         "_stream",
         "_windows",
         "left",
@@ -73,20 +73,20 @@ class Reader:
     )
 
     def __init__(
-        self, peer_rank: int, inbound: Inbound, out: Outbound, on_control: Callable[[int, bytes], None]
+        self, peer_rank: int, receiver: Receiver, sender: Sender, on_control: Callable[[int, bytes], None]
     ) -> None:
         self._peer_rank = peer_rank
-        self._inbound = inbound
-        self._out = out
+        self._receiver = receiver
+        self._sender = sender
         self._on_control = on_control
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
         self._end = 0  # bytes in scratch: the beginning of a frame
         self._need = 0  # how much of scratch the next read may fill; 0: all
         self._stream: Stream | None = None
         self._left_bytes = 0  # of the payload being read into _stream
-        self._entries = inbound.entries
-        self._any_entries = inbound.any_entries
-        self._windows = inbound.windows
+        self._entries = receiver.entries
+        self._any_entries = receiver.any_entries
+        self._windows = receiver.windows
         self.left = False
         self.max_read_bytes = MAX_READ_BYTES
 
@@ -115,14 +115,14 @@ class Reader:
             if self._stream is not None:
                 self._stream.offset += nbytes
             return 0
-        out = self._out
-        out.corked = True
+        sender = self._sender
+        sender.corked = True
         try:
             frames = self._end_payload(nbytes) if left else self._read_frames(nbytes)
         finally:
-            out.corked = False
-        if out.queue.urgent or out.leaving:
-            out.kick()
+            sender.corked = False
+        if sender.queue.urgent or sender.leaving:
+            sender.kick()
         return frames
 
     def _end_payload(self, nbytes: int) -> int:
@@ -133,10 +133,10 @@ class Reader:
         assert stream is not None
         stream.offset += nbytes
         self._left_bytes = 0
-        self._stream = self._inbound.partial = None
-        self._need = HEADER_BYTES if self._inbound.pulls.begun else 0
+        self._stream = self._receiver.partial = None
+        self._need = HEADER_BYTES if self._receiver.pulls.begun else 0
         if stream.offset == stream.total:
-            self._inbound.finish(stream)
+            self._receiver.finish(stream)
         return 1
 
     def _read_frames(self, nbytes: int) -> int:
@@ -149,9 +149,9 @@ class Reader:
         scratch = self._scratch
         entries = self._entries
         any_entries = self._any_entries
-        inbound = self._inbound
+        receiver = self._receiver
         start = frames = 0
-        while end - start >= HEADER_BYTES and inbound.error is None:
+        while end - start >= HEADER_BYTES and receiver.error is None:
             word, fingerprint, key, length, credit, message_id = _unpack(scratch, start)
             meta_bytes = word >> 16
             head = start + HEADER_BYTES
@@ -181,7 +181,7 @@ class Reader:
                         continue
                 if entry is None:
                     start = body + length
-                    inbound.on_early(self._meta(meta_bytes, body), fingerprint, key, scratch[body:start])
+                    receiver.on_early(self._meta(meta_bytes, body), fingerprint, key, scratch[body:start])
                     frames += 1
                     continue
                 entries[key] = entry
@@ -211,8 +211,8 @@ class Reader:
             return self._data(flags, meta_bytes, fingerprint, key, length, start, end)
         if kind == _FRAGMENT and not meta_bytes:
             return self._fragment(flags, fingerprint, _OFFSET.unpack_from(key)[0], length, message_id, start, end)
-        if kind == Kind.LENT and not meta_bytes and self._inbound.loans is not None:
-            self._inbound.on_lent(fingerprint, key, length, message_id)
+        if kind == Kind.LENT and not meta_bytes and self._receiver.loans is not None:
+            self._receiver.on_lent(fingerprint, key, length, message_id)
             return HEADER_BYTES
         if kind == Kind.OFFER:
             return self._offer(flags, meta_bytes, fingerprint, key, length, message_id, start, end)
@@ -226,24 +226,24 @@ class Reader:
     def _signal(self, kind: int, flags: int, key: bytes, length: int, credit: int, message_id: int) -> None:
         """A frame that is only a header."""
         if kind == Kind.PULL:
-            self._out.on_pull(key, length, message_id)
+            self._sender.on_pull(key, length, message_id)
         elif kind == Kind.DISCARD:
-            self._out.on_discard(message_id, ended=bool(flags & FLAG_ABORT))
+            self._sender.on_discard(message_id, ended=bool(flags & FLAG_ABORT))
         elif kind == Kind.CREDIT:
-            self._out.on_credit(COLLECTIVE if flags & FLAG_CREDIT_COLLECTIVE else POINT_TO_POINT, credit)
+            self._sender.on_credit(COLLECTIVE if flags & FLAG_CREDIT_COLLECTIVE else POINT_TO_POINT, credit)
         elif kind == Kind.ASK:
-            self._out.on_ask(key, message_id, anew=bool(flags & FLAG_END))
+            self._sender.on_ask(key, message_id, anew=bool(flags & FLAG_END))
         elif kind == Kind.STALLED:
-            self._inbound.on_stalled(key, length, message_id)
+            self._receiver.on_stalled(key, length, message_id)
         elif kind == Kind.GOODBYE:
             self.left = True
-            self._out.peer_left()
+            self._sender.peer_left()
         elif kind == Kind.WITHDRAW:
-            self._inbound.on_withdraw(message_id)
-        elif (loans := self._inbound.loans) is not None and Kind.RETURNED <= kind <= Kind.MEMORY:
+            self._receiver.on_withdraw(message_id)
+        elif (loans := self._receiver.loans) is not None and Kind.RETURNED <= kind <= Kind.MEMORY:
             if kind == Kind.RETURNED:
                 copied = not flags & FLAG_ABORT
-                if self._out.on_returned(message_id, copied=copied) and not copied:
+                if self._sender.on_returned(message_id, copied=copied) and not copied:
                     loans.refused()
             elif kind == Kind.MAPPED:
                 loans.on_mapped(length)
@@ -267,12 +267,12 @@ class Reader:
         scratch = self._scratch
         if stop <= end:
             meta = self._meta(meta_bytes, body)
-            self._inbound.on_data(flags, meta, fingerprint, key, scratch[body:stop])
+            self._receiver.on_data(flags, meta, fingerprint, key, scratch[body:stop])
             return stop - start
         fits = length <= GATHER_BYTES
         if fits and stop - end < DIRECT_BYTES:
             return 0
-        stream = self._inbound.begin_data(flags, self._meta(meta_bytes, body), fingerprint, key, length, fits=fits)
+        stream = self._receiver.begin_data(flags, self._meta(meta_bytes, body), fingerprint, key, length, fits=fits)
         if stream is None:
             return 0
         self._begin_payload(stream, body, end, length)
@@ -281,16 +281,16 @@ class Reader:
     def _fragment(
         self, flags: int, fingerprint: int, offset: int, length: int, message_id: int, start: int, end: int
     ) -> int:
-        stream = self._inbound.on_fragment(flags, fingerprint, offset, length, message_id)
+        stream = self._receiver.on_fragment(flags, fingerprint, offset, length, message_id)
         if stream is None:
             return HEADER_BYTES
         body = start + HEADER_BYTES
         self._begin_payload(stream, body, min(end, body + length), length)
         if self._left_bytes:
             return end - start
-        self._need = HEADER_BYTES if self._inbound.pulls.begun else 0
+        self._need = HEADER_BYTES if self._receiver.pulls.begun else 0
         if stream.offset == stream.total:
-            self._inbound.finish(stream)
+            self._receiver.finish(stream)
         return HEADER_BYTES + length
 
     def _begin_payload(self, stream: Stream, body: int, end: int, length: int) -> None:
@@ -301,7 +301,7 @@ class Reader:
             stream.view[offset : offset + here] = self._scratch[body:end]
         stream.offset = offset + here
         if here < length:
-            self._stream = self._inbound.partial = stream
+            self._stream = self._receiver.partial = stream
             self._left_bytes = length - here
 
     def _offer(
@@ -319,7 +319,7 @@ class Reader:
         if body > end:
             self._check_meta(meta_bytes)
             return 0
-        self._inbound.on_offer(flags, self._meta(meta_bytes, body), fingerprint, key, length, message_id)
+        self._receiver.on_offer(flags, self._meta(meta_bytes, body), fingerprint, key, length, message_id)
         return body - start
 
     def _control(self, length: int, start: int, end: int) -> int:

@@ -27,7 +27,6 @@ from typing import Final
 from asyncdist.errors import CollectiveMismatchError, RemoteProtocolError
 from asyncdist.transport.protocol.flow_control import Asking, ReceiveWindow
 from asyncdist.transport.protocol.frame import (
-    CHANNELS,
     EAGER_BYTES,
     EARLY_ID,
     EARLY_PULL_BYTES,
@@ -40,12 +39,13 @@ from asyncdist.transport.protocol.frame import (
     MAX_LENGTH,
     MESSAGE_OVERHEAD_BYTES,
     POINT_TO_POINT,
+    TRAFFIC_CLASSES,
     Kind,
     describe_key,
     pack_header,
     unpack_place,
 )
-from asyncdist.transport.protocol.matching import AnySourceTable, DroppedGroups, ReceiveTable, Unexpected
+from asyncdist.transport.protocol.matching import AnySourceTable, DroppedGroups, ReceiveTable, UnexpectedWatcher
 from asyncdist.transport.protocol.operations import (
     EarlyStream,
     Receive,
@@ -56,11 +56,11 @@ from asyncdist.transport.protocol.operations import (
     given_up,
 )
 from asyncdist.transport.protocol.output_queue import OutputQueue
-from asyncdist.transport.protocol.sender import Outbound
-from asyncdist.transport.protocol.unexpected_queue import Parking
+from asyncdist.transport.protocol.sender import Sender
+from asyncdist.transport.protocol.unexpected_queue import UnexpectedQueue
 from asyncdist.transport.protocol.zero_copy import Loans
 
-__all__ = ["Inbound", "Pulls"]
+__all__ = ["Pulls", "Receiver"]
 
 _LAST_EARLY_ID: Final = 2 * EARLY_ID - 1
 
@@ -167,22 +167,22 @@ class Pulls:
         return streams
 
 
-_CHANNEL_ENDS: Final = frozenset(channel.to_bytes(4, "little") for channel in range(CHANNELS))
+_KEY_ENDS: Final = frozenset(traffic.to_bytes(4, "little") for traffic in range(TRAFFIC_CLASSES))
 """How a key may end."""
 
 
-class Inbound:
-    """See the module. A key of this peer never has both posted receives and parked messages."""
+class Receiver:
+    """See the module. A key of this peer never has both posted receives and unexpected messages."""
 
     __slots__ = (
         "_any_source",
         "_asking",
         "_dropped",
         "_orders",
-        "_out",
-        "_parked",
-        "_parking",
+        "_queues",
+        "_sender",
         "_table",
+        "_unexpected",
         "any_entries",
         "entries",
         "error",
@@ -197,27 +197,27 @@ class Inbound:
     def __init__(
         self,
         peer_rank: int,
-        out: Outbound,
+        sender: Sender,
         any_source: AnySourceTable,
         dropped: DroppedGroups,
-        watchers: Mapping[bytes, Unexpected],
+        watchers: Mapping[bytes, UnexpectedWatcher],
     ) -> None:
         self.peer_rank = peer_rank
         self.error: BaseException | None = None
-        self.windows = tuple(ReceiveWindow(channel, out.queue) for channel in range(CHANNELS))
-        self.pulls = Pulls(peer_rank, out.queue)
+        self.windows = tuple(ReceiveWindow(traffic, sender.queue) for traffic in range(TRAFFIC_CLASSES))
+        self.pulls = Pulls(peer_rank, sender.queue)
         self.loans: Loans | None = None
         self.partial: Stream | None = None  # the one whose payload is being read
-        self._out = out
+        self._sender = sender
         self._any_source = any_source
         self.any_entries = any_source.entries
         self._orders = any_source.orders
         self._dropped = dropped
         self._table = ReceiveTable()
         self.entries = self._table.entries
-        self._parking = Parking(peer_rank, self, any_source, self.windows, watchers)
-        self._parked = self._parking.queues
-        self._asking = Asking(peer_rank, self, self._table, any_source, self.windows, out.queue)
+        self._unexpected = UnexpectedQueue(peer_rank, self, any_source, self.windows, watchers)
+        self._queues = self._unexpected.queues
+        self._asking = Asking(peer_rank, self, self._table, any_source, self.windows, sender.queue)
         self.on_stalled = self._asking.on_stalled
 
     # Posting
@@ -225,8 +225,8 @@ class Inbound:
     def post_receive(self, receive: Receive) -> bool:
         """See PeerCore.post_receive."""
         key = receive.key
-        if key in self._parked:
-            return self.take_parked(receive)
+        if key in self._queues:
+            return self.take_unexpected(receive)
         if self.error is not None:
             raise anew(self.error)
         receive.source = self.peer_rank
@@ -238,7 +238,7 @@ class Inbound:
             target = receive.target
             if key[20] and target is not None and len(target) > (EARLY_PULL_BYTES if receive.bulk else EAGER_BYTES):
                 self.pulls.pull_early(receive, target)
-                self._out.kick()
+                self._sender.kick()
         if self._asking.stalled:
             self.ask(key)
         return False
@@ -249,7 +249,7 @@ class Inbound:
             return False
         self.pulls.cancel_early(receive)
         receive.state = ReceiveState.WITHDRAWN
-        self._out.kick()
+        self._sender.kick()
         return True
 
     def put_back(self, receive: Receive, payload: bytes) -> None:
@@ -259,7 +259,7 @@ class Inbound:
             return
         heir = self._match(key)
         if heir is None:
-            self._parking.put_back(key, payload, receive.meta, receive.fingerprint)
+            self._unexpected.put_back(key, payload, receive.meta, receive.fingerprint)
             return
         view = self._target_or_fail(heir, len(payload), receive.meta)
         if view is not None:
@@ -270,38 +270,38 @@ class Inbound:
             heir.state = ReceiveState.RECEIVED
             heir.sink.message_received(heir.token, heir)
 
-    def take_parked(self, receive: Receive) -> bool:
-        """Give the oldest parked message of its key to `receive`. Results and errors as PeerCore.post_receive."""
-        parked = self._parking.take(receive.key)
-        payload = parked.payload
+    def take_unexpected(self, receive: Receive) -> bool:
+        """Give the oldest unexpected message of its key to `receive`. Results and errors as PeerCore.post_receive."""
+        message = self._unexpected.take(receive.key)
+        payload = message.payload
         if payload is None and self.error is not None:  # an offer that can never come, ahead of messages that are here
             raise anew(self.error)
         receive.source = self.peer_rank
-        receive.meta = parked.meta
-        receive.fingerprint = parked.fingerprint
+        receive.meta = message.meta
+        receive.fingerprint = message.fingerprint
         try:
             view = receive.target
-            if view is None or len(view) != parked.length:
-                view = self._target(receive, parked.length, parked.meta)
+            if view is None or len(view) != message.length:
+                view = self._target(receive, message.length, message.meta)
             if payload is None:
-                self.pulls.pull(receive, view, parked.message_id)
+                self.pulls.pull(receive, view, message.message_id)
                 return False
             view[:] = payload
-            receive.nbytes = parked.length
+            receive.nbytes = message.length
             receive.state = ReceiveState.RECEIVED
             return True
         except BaseException:
             receive.state = ReceiveState.FAILED
             if payload is None:
-                self._out.queue.push_control(pack_header(Kind.DISCARD, message_id=parked.message_id))
+                self._sender.queue.push_control(pack_header(Kind.DISCARD, message_id=message.message_id))
             raise
         finally:
-            if self._out.queue.urgent or self._out.leaving:
-                self._out.kick()
+            if self._sender.queue.urgent or self._sender.leaving:
+                self._sender.kick()
 
     def oldest_arrival(self, key: bytes) -> int:
-        """When the oldest parked message of `key` came, in the mesh's count of arrivals."""
-        return self._parked[key][0].arrival
+        """When the oldest unexpected message of `key` came, in the mesh's count of arrivals."""
+        return self._queues[key][0].arrival
 
     # Messages
 
@@ -338,7 +338,7 @@ class Inbound:
             self.windows[key[20]].owe(len(payload) + len(meta) + MESSAGE_OVERHEAD_BYTES)
             self._dropped.discard(key, self.peer_rank, meta)
         else:
-            self._parking.add_message(key, payload, meta, fingerprint)
+            self._unexpected.add_message(key, payload, meta, fingerprint)
 
     def begin_data(
         self, flags: int, meta: bytes, fingerprint: int, key: bytes, length: int, *, fits: bool
@@ -372,19 +372,19 @@ class Inbound:
             if crossed.receive is not None:
                 crossed.receive.meta = meta
             return
-        self._parking.check_offer(key, message_id)
+        self._unexpected.check_offer(key, message_id)
         if message_id >= EARLY_ID or message_id in self.pulls.by_id or length > MAX_LENGTH:
             raise RemoteProtocolError(
                 f"rank {self.peer_rank} offered {length} bytes as message {message_id} ({describe_key(key)})"
             )
         receive = self._match(key)
         if receive is None and key not in self._dropped:
-            self._parking.add_offer(key, length, meta, fingerprint, message_id, bool(flags & FLAG_ASKED))
+            self._unexpected.add_offer(key, length, meta, fingerprint, message_id, bool(flags & FLAG_ASKED))
             return
         view = self._target_or_fail(receive, length, meta) if receive is not None else None
         if receive is None or view is None:
             flags = FLAG_ABORT if receive is None else 0
-            self._out.queue.push_reply(pack_header(Kind.DISCARD, flags=flags, message_id=message_id))
+            self._sender.queue.push_reply(pack_header(Kind.DISCARD, flags=flags, message_id=message_id))
             if receive is None:
                 self._dropped.discard(key, self.peer_rank, meta)
             return
@@ -394,15 +394,15 @@ class Inbound:
 
     def on_withdraw(self, message_id: int) -> None:
         """WITHDRAW: the message will not come. One that is not known has crossed with our DISCARD."""
-        if self._parking.withdraw(message_id):
-            self._out.queue.push_reply(pack_header(Kind.DISCARD, message_id=message_id))
+        if self._unexpected.withdraw(message_id):
+            self._sender.queue.push_reply(pack_header(Kind.DISCARD, message_id=message_id))
         elif (stream := self.pulls.by_id.get(message_id)) is not None:
             if message_id >= EARLY_ID or stream.offset or stream.state:
                 raise RemoteProtocolError(f"rank {self.peer_rank} withdrew message {message_id}, which is under way")
             self._abort(message_id, late=True)
 
     def on_fragment(self, flags: int, fingerprint: int, offset: int, length: int, message_id: int) -> Stream | None:
-        """A piece of a pulled message: where it goes. None if it was its end without payload."""
+        """A fragment of a pulled message: where it goes. None if it was its end without payload."""
         stream = self._answered(fingerprint, message_id)
         if flags & FLAG_END:
             self._end_lent(stream, length, message_id)
@@ -414,7 +414,7 @@ class Inbound:
         return None
 
     def _answered(self, fingerprint: int, message_id: int) -> Stream:
-        """The stream of a pull. The first answer to an early pull takes its receive out of the table."""
+        """The stream of a pull. The first answer to an early pull takes its receive sender of the table."""
         stream, was_early = self.pulls.answered(message_id)
         receive = stream.receive
         if was_early and receive is not None:
@@ -443,7 +443,7 @@ class Inbound:
         def returned(copied: bool) -> None:
             stream.state = StreamState.COPIED if copied else StreamState.REFUSED
             flags = 0 if copied else FLAG_ABORT
-            self._out.queue.push_control(pack_header(Kind.RETURNED, flags=flags, message_id=message_id))
+            self._sender.queue.push_control(pack_header(Kind.RETURNED, flags=flags, message_id=message_id))
 
         loans.copy(stream, source, returned)
 
@@ -507,13 +507,13 @@ class Inbound:
             self._asking.answered(key)
 
     def _check_key(self, key: bytes) -> None:
-        if key[20:] not in _CHANNEL_ENDS:
+        if key[20:] not in _KEY_ENDS:
             raise RemoteProtocolError(f"rank {self.peer_rank} sent a malformed key {key.hex()}")
 
     def ask(self, key: bytes) -> None:
         """A receive for `key` is posted: if the peer is stalled, have it send one."""
         if self._asking.ask(key):
-            self._out.kick()
+            self._sender.kick()
 
     # Ends
 
@@ -522,8 +522,8 @@ class Inbound:
         for message_id, stream in self.pulls.by_id.items():
             if stream.receive is receive:
                 stream.drop()
-                self._out.queue.push_control(pack_header(Kind.DISCARD, message_id=message_id))
-                self._out.kick()
+                self._sender.queue.push_control(pack_header(Kind.DISCARD, message_id=message_id))
+                self._sender.kick()
                 break
         if self.partial is not None and self.partial.receive is receive:
             self.partial.drop()
@@ -542,7 +542,7 @@ class Inbound:
                 pending[stream.receive] = None
             stream.abandon()
         self._any_source.stalled(self, False)
-        self._parking.forget_offers()
+        self._unexpected.forget_offers()
         for receive in pending:
             receive.fail(error)
 
@@ -552,25 +552,25 @@ class Inbound:
         self.pulls.drop_group(group)
         if self.partial is not None and self.partial.belongs_to(group):
             self.partial.drop()
-        for parked in self._parking.drop_group(group):
-            if parked.payload is None:
-                frame = pack_header(Kind.DISCARD, flags=FLAG_ABORT, message_id=parked.message_id)
-                self._out.queue.push_control(frame)
-            self._dropped.discard(group, self.peer_rank, parked.meta)
-        self._out.kick()
+        for message in self._unexpected.drop_group(group):
+            if message.payload is None:
+                frame = pack_header(Kind.DISCARD, flags=FLAG_ABORT, message_id=message.message_id)
+                self._sender.queue.push_control(frame)
+            self._dropped.discard(group, self.peer_rank, message.meta)
+        self._sender.kick()
 
-    def tell_parked(self, group: bytes, watcher: Unexpected) -> None:
-        """See PeerCore.tell_parked."""
-        for key in self._parked:
+    def tell_unexpected(self, group: bytes, watcher: UnexpectedWatcher) -> None:
+        """See PeerCore.tell_unexpected."""
+        for key in self._queues:
             if key.startswith(group) and key[20] != POINT_TO_POINT:
-                watcher(self.peer_rank, key, self._parked)
+                watcher(self.peer_rank, key, self._queues)
 
     def statistics(self) -> dict[str, int]:
-        """What is posted, parked and under way."""
+        """What is posted, unexpected and under way."""
         return {
             "receives_posted": sum(1 for _ in self._table),
-            "parked_bytes": sum(window.parked_bytes for window in self.windows),
-            "parked_offers": sum(window.parked_offers for window in self.windows),
-            "parked_messages": sum(map(len, self._parked.values())),
+            "unexpected_bytes": sum(window.unexpected_bytes for window in self.windows),
+            "unexpected_offers": sum(window.unexpected_offers for window in self.windows),
+            "unexpected_messages": sum(map(len, self._queues.values())),
             "streams_in": len(self.pulls.by_id),
         }

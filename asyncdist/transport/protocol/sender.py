@@ -30,7 +30,6 @@ from typing import Final
 from asyncdist.errors import ClosedError, PeerLostError, RemoteProtocolError
 from asyncdist.transport.protocol.flow_control import SendWindow
 from asyncdist.transport.protocol.frame import (
-    CHANNELS,
     COLLECTIVE,
     EAGER_BYTES,
     EARLY_ID,
@@ -47,6 +46,7 @@ from asyncdist.transport.protocol.frame import (
     MAX_OFFERS,
     MESSAGE_OVERHEAD_BYTES,
     POINT_TO_POINT,
+    TRAFFIC_CLASSES,
     Kind,
     describe_key,
     pack_fragment,
@@ -58,7 +58,7 @@ from asyncdist.transport.protocol.operations import SendOp, SendState, anew, fai
 from asyncdist.transport.protocol.output_queue import OutputQueue
 from asyncdist.transport.protocol.zero_copy import Loans
 
-__all__ = ["EarlyPulls", "Offers", "Outbound"]
+__all__ = ["EarlyPulls", "Offers", "Sender"]
 
 _NO_PAYLOAD = memoryview(b"")
 
@@ -198,7 +198,7 @@ _DATA = Kind.DATA
 _SENT: Final = SendState.SENT
 
 
-class Outbound:
+class Sender:
     """See the module. Every message is in exactly one place: the output queue, held back, offered, or streaming."""
 
     __slots__ = (
@@ -220,7 +220,7 @@ class Outbound:
         self._peer_rank = peer_rank
         self._dropped = dropped
         self.queue = OutputQueue()
-        self.windows = tuple(SendWindow(channel, self.queue) for channel in range(CHANNELS))
+        self.windows = tuple(SendWindow(traffic, self.queue) for traffic in range(TRAFFIC_CLASSES))
         self.error: BaseException | None = None
         self.loans: Loans | None = None
         self._offers = Offers(self.windows)
@@ -326,9 +326,9 @@ class Outbound:
         if not window.stall:
             window.begin_stall()
 
-    def _release(self, channel: int) -> None:
+    def _release(self, traffic: int) -> None:
         """There is room again: let held messages go, oldest first, and end the stall with half the offers answered."""
-        window = self.windows[channel]
+        window = self.windows[traffic]
         if not window.stall:
             return
         while (op := window.oldest()) is not None:
@@ -389,14 +389,14 @@ class Outbound:
         elif self._early_pulls.cancel(message_id):
             self.queue.push_reply(pack_fragment(message_id, 0, 0, flags=FLAG_ABORT))
 
-    def on_credit(self, channel: int, nbytes: int) -> None:
-        """CREDIT: parked messages were taken."""
-        self.windows[channel].grant(nbytes)
-        self._release(channel)
+    def on_credit(self, traffic: int, nbytes: int) -> None:
+        """CREDIT: eager messages have met their receives."""
+        self.windows[traffic].grant(nbytes)
+        self._release(traffic)
 
     def on_ask(self, key: bytes, stall: int, *, anew: bool) -> None:
         """ASK: the peer has a receive for `key` and nothing from us; or few receives for all it has asked for."""
-        if key[20] >= CHANNELS:
+        if key[20] >= TRAFFIC_CLASSES:
             raise RemoteProtocolError(f"rank {self._peer_rank} asked on channel {key[20]}")
         window = self.windows[key[20]]
         if stall != window.stall:
@@ -527,16 +527,16 @@ class Outbound:
         """See PeerCore.withdraw."""
         if self.queue.streaming.get(op._id) is op:
             return False
-        channel = op.key[20]
+        traffic = op.key[20]
         message_id = op._id
         if self.queue.withdraw(op):
             self._unsend(op, message_id)
         elif self._offers.withdraw(op):
             self.queue.push_data(pack_header(Kind.WITHDRAW, message_id=message_id))  # not ahead of its offer
-        elif not self.windows[channel].withdraw(op):
+        elif not self.windows[traffic].withdraw(op):
             return False
         op.state = SendState.WITHDRAWN
-        self._release(channel)
+        self._release(traffic)
         self.kick()
         return True
 
@@ -566,8 +566,8 @@ class Outbound:
                 op.drop()
         for message_id in self._early_pulls.drop_group(group):
             self.queue.push_control(pack_fragment(message_id, 0, 0, flags=FLAG_ABORT))
-        for channel in range(CHANNELS):
-            self._release(channel)
+        for traffic in range(TRAFFIC_CLASSES):
+            self._release(traffic)
         self.kick()
 
     def _unsend(self, op: SendOp, offer_id: int) -> None:

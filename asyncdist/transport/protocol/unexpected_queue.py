@@ -1,4 +1,4 @@
-"""Stub."""
+"""The unexpected queue: messages of one peer that came before their receives, within the bounds of flow control."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from asyncdist.transport.protocol.frame import (
     POINT_TO_POINT,
     describe_key,
 )
-from asyncdist.transport.protocol.matching import AnySourceTable, ParkingPeer, Unexpected
+from asyncdist.transport.protocol.matching import AnySourceTable, SourcePeer, UnexpectedWatcher
 
-__all__ = ["ParkedMessage", "Parking"]
+__all__ = ["UnexpectedMessage", "UnexpectedQueue"]
 
 
-class ParkedMessage:
+class UnexpectedMessage:
     """A message that came before its receive: with its payload, or (None) an offer of it.
 
     `returned`: it had met a receive that was given up, and its sender has its credit back.
@@ -39,7 +39,7 @@ class ParkedMessage:
         self.returned = False
 
 
-class Parking:
+class UnexpectedQueue:
     """See the module. Messages are kept by key, in the order in which they came."""
 
     __slots__ = ("_any_source", "_offers", "_owner", "_peer_rank", "_watchers", "_windows", "queues")
@@ -47,10 +47,10 @@ class Parking:
     def __init__(
         self,
         peer_rank: int,
-        owner: ParkingPeer,
+        owner: SourcePeer,
         any_source: AnySourceTable,
         windows: tuple[ReceiveWindow, ...],
-        watchers: Mapping[bytes, Unexpected],
+        watchers: Mapping[bytes, UnexpectedWatcher],
     ) -> None:
         self._peer_rank = peer_rank
         self._owner = owner
@@ -58,37 +58,37 @@ class Parking:
         self._windows = windows
         self._watchers = watchers
         self._offers: dict[int, bytes] = {}  # the key of each
-        self.queues: dict[bytes, deque[ParkedMessage]] = {}
+        self.queues: dict[bytes, deque[UnexpectedMessage]] = {}
 
     def add_message(self, key: bytes, payload: bytes | memoryview, meta: bytes, fingerprint: int) -> None:
         """Keep an eager message: `payload` itself. Raises RemoteProtocolError beyond the peer's credit."""
         length = len(payload)
         window = self._windows[key[20]]
-        window.parked_bytes += length + len(meta) + MESSAGE_OVERHEAD_BYTES
-        if window.parked_bytes > CREDIT_BYTES:
+        window.unexpected_bytes += length + len(meta) + MESSAGE_OVERHEAD_BYTES
+        if window.unexpected_bytes > CREDIT_BYTES:
             raise RemoteProtocolError(f"rank {self._peer_rank} exceeds its credit of {CREDIT_BYTES} bytes")
-        self._add(key, ParkedMessage(payload, length, meta, fingerprint, 0))
+        self._add(key, UnexpectedMessage(payload, length, meta, fingerprint, 0))
 
     def add_offer(self, key: bytes, length: int, meta: bytes, fingerprint: int, message_id: int, asked: bool) -> None:
         """Keep an offer. Raises RemoteProtocolError beyond MAX_OFFERS, unless it was `asked` for."""
         window = self._windows[key[20]]
-        if window.parked_offers >= MAX_OFFERS and not asked:
+        if window.unexpected_offers >= MAX_OFFERS and not asked:
             raise RemoteProtocolError(f"rank {self._peer_rank} has more than {MAX_OFFERS} offers open")
-        window.parked_offers += 1
+        window.unexpected_offers += 1
         self._offers[message_id] = key
-        self._add(key, ParkedMessage(None, length, meta, fingerprint, message_id))
+        self._add(key, UnexpectedMessage(None, length, meta, fingerprint, message_id))
 
-    def _add(self, key: bytes, parked: ParkedMessage) -> None:
-        message = key[20] == POINT_TO_POINT  # which may be received from any source, so their order counts
-        if message:
-            parked.arrival = self._any_source.next_arrival()
+    def _add(self, key: bytes, message: UnexpectedMessage) -> None:
+        between_two = key[20] == POINT_TO_POINT  # a receive from any source may take it, so their order counts
+        if between_two:
+            message.arrival = self._any_source.next_arrival()
         queue = self.queues.get(key)
         if queue is not None:
-            queue.append(parked)
+            queue.append(message)
             return
-        self.queues[key] = deque((parked,))
-        if message:
-            self._any_source.parked(key, self._owner)
+        self.queues[key] = deque((message,))
+        if between_two:
+            self._any_source.holds(key, self._owner)
             return
         watcher = self._watchers.get(key[:8])
         if watcher is not None:
@@ -96,14 +96,14 @@ class Parking:
 
     def put_back(self, key: bytes, payload: bytes, meta: bytes, fingerprint: int) -> None:
         """Keep a point-to-point message that was taken already, ahead of all others of its key."""
-        parked = ParkedMessage(payload, len(payload), meta, fingerprint, 0)
-        parked.returned = True  # its arrival, 0, is before all others' too
+        message = UnexpectedMessage(payload, len(payload), meta, fingerprint, 0)
+        message.returned = True  # its arrival, 0, is before all others' too
         queue = self.queues.get(key)
         if queue is not None:
-            queue.appendleft(parked)
+            queue.appendleft(message)
             return
-        self.queues[key] = deque((parked,))
-        self._any_source.parked(key, self._owner)
+        self.queues[key] = deque((message,))
+        self._any_source.holds(key, self._owner)
 
     def check_offer(self, key: bytes, message_id: int) -> None:
         """Raise RemoteProtocolError if `message_id` is on offer already."""
@@ -112,50 +112,50 @@ class Parking:
                 f"rank {self._peer_rank} offered message {message_id} twice ({describe_key(key)})"
             )
 
-    def take(self, key: bytes) -> ParkedMessage:
+    def take(self, key: bytes) -> UnexpectedMessage:
         """Remove and return the oldest message of `key`."""
         queue = self.queues[key]
-        parked = queue.popleft()
+        message = queue.popleft()
         if not queue:
             self._forget(key)
-        self._account(key, parked)
-        return parked
+        self._account(key, message)
+        return message
 
     def withdraw(self, message_id: int) -> bool:
-        """Forget the offer `message_id`, so that the messages behind it move up; False if it is not parked."""
+        """Forget the offer `message_id`, so that the messages behind it move up; False if it is not here."""
         key = self._offers.get(message_id)
         if key is None:
             return False
         queue = self.queues[key]
-        offer = next(parked for parked in queue if parked.payload is None and parked.message_id == message_id)
+        offer = next(message for message in queue if message.payload is None and message.message_id == message_id)
         queue.remove(offer)
         if not queue:
             self._forget(key)
         self._account(key, offer)
         return True
 
-    def _account(self, key: bytes, parked: ParkedMessage) -> None:
+    def _account(self, key: bytes, message: UnexpectedMessage) -> None:
         window = self._windows[key[20]]
-        if parked.payload is None:
-            window.parked_offers -= 1
-            self._offers.pop(parked.message_id, None)
-        elif not parked.returned:
-            charge = parked.length + len(parked.meta) + MESSAGE_OVERHEAD_BYTES
-            window.parked_bytes -= charge
+        if message.payload is None:
+            window.unexpected_offers -= 1
+            self._offers.pop(message.message_id, None)
+        elif not message.returned:
+            charge = message.length + len(message.meta) + MESSAGE_OVERHEAD_BYTES
+            window.unexpected_bytes -= charge
             window.owe(charge)
 
     def _forget(self, key: bytes) -> None:
         del self.queues[key]
         if key[20] == POINT_TO_POINT:
-            self._any_source.unparked(key, self._owner)
+            self._any_source.holds_none(key, self._owner)
 
-    def drop_group(self, group: bytes) -> list[ParkedMessage]:
+    def drop_group(self, group: bytes) -> list[UnexpectedMessage]:
         """Forget and return the messages of `group`."""
-        dropped: list[ParkedMessage] = []
+        dropped: list[UnexpectedMessage] = []
         for key in [key for key in self.queues if key.startswith(group)]:
-            for parked in self.queues[key]:
-                self._account(key, parked)
-                dropped.append(parked)
+            for message in self.queues[key]:
+                self._account(key, message)
+                dropped.append(message)
             self._forget(key)
         return dropped
 

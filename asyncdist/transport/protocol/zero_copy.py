@@ -1,4 +1,9 @@
-"""Stub."""
+"""Zero copy: long messages between ranks of one host, which the receiver copies out of the sender's memory.
+
+A segment of arrays is offered to the peer once, when something in it could first be lent (UCX registers memory then).
+The sender lends from it once the peer has said that it has mapped it. Until then, and if the peer cannot, payloads
+travel. The same holds for the memory of this process, where the kernel lets the peer read it.
+"""
 
 from __future__ import annotations
 

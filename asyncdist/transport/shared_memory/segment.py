@@ -4,6 +4,21 @@ A segment is a memfd: it has no name, so nothing is left behind however its proc
 it. Only its owner maps it writable; before the descriptor is given away the size and the mapping are sealed, so that a
 reader can neither be killed by a shrunken file (SIGBUS) nor write into the owner's memory. A reader checks the seals
 before it maps, because the owner is not to be trusted either.
+
+Descriptors of segments are passed in parcels, beside a stream between two ranks of one host. A parcel has a fixed size:
+
+    kind u32 | number u32 | size u64        little-endian, with the kind's descriptors attached to its first byte
+
+| kind | descriptors | meaning |
+| --- | --- | --- |
+| SETUP | half of a pair, doorbell page, eventfd | let us share memory; `size`: of the half, `number`: of our process |
+| READY | | your SETUP is in place here |
+| REFUSAL | | let us not; nothing but the stream follows |
+| SEGMENT | segment | from now on `number` names a segment of `size` bytes in what the sender refers to |
+| ARENA | segment | the same, of arrays: what lies in it may be lent once the peer says MAPPED |
+
+Both sides open with SETUP or REFUSAL. Who has said SETUP and hears it answers READY, or REFUSAL if the descriptors did
+not arrive or cannot be mapped; memory is shared if both said READY.
 """
 
 from __future__ import annotations
@@ -138,7 +153,7 @@ SEGMENT: Final = 3
 READY: Final = 4
 ARENA: Final = 5
 
-_RECORD: Final = struct.Struct("<IIQ")
+_PARCEL: Final = struct.Struct("<IIQ")
 _DESCRIPTORS: Final = {SETUP: 3, REFUSAL: 0, SEGMENT: 1, READY: 0, ARENA: 1}
 _MAX_DESCRIPTORS: Final = 3
 """Most descriptors taken with one read: what one record has. Linux drops the rest by itself."""
@@ -155,8 +170,8 @@ class Parcel(NamedTuple):
 
 def send_parcel(sock: socket.socket, kind: int, number: int = 0, size: int = 0, fds: Sequence[int] = ()) -> None:
     """Send one record with its descriptors. Raises OSError; what is sent is small, so a full socket is an error."""
-    sent = socket.send_fds(sock, [_RECORD.pack(kind, number, size)], list(fds))
-    if sent != _RECORD.size:
+    sent = socket.send_fds(sock, [_PARCEL.pack(kind, number, size)], list(fds))
+    if sent != _PARCEL.size:
         raise BlockingIOError("the peer does not take its parcels")
 
 
@@ -175,9 +190,9 @@ class ParcelReader:
 
         Raises BlockingIOError when it is not there yet, OSError, and RemoteProtocolError for what is no parcel.
         """
-        while len(self._data) < _RECORD.size:
+        while len(self._data) < _PARCEL.size:
             wanted = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-            data, fds, flags, _address = socket.recv_fds(sock, _RECORD.size - len(self._data), _MAX_DESCRIPTORS, wanted)
+            data, fds, flags, _address = socket.recv_fds(sock, _PARCEL.size - len(self._data), _MAX_DESCRIPTORS, wanted)
             self._fds += fds
             self._cut |= bool(flags & socket.MSG_CTRUNC)
             if len(self._fds) > _MAX_DESCRIPTORS:
@@ -185,7 +200,7 @@ class ParcelReader:
             if not data:
                 return None
             self._data += data
-        kind, number, size = _RECORD.unpack(self._data)
+        kind, number, size = _PARCEL.unpack(self._data)
         expected = _DESCRIPTORS.get(kind, -1)
         if self._cut and len(self._fds) < expected:
             self.close()  # the kernel had more, but this process has no descriptors left

@@ -153,7 +153,7 @@ def test_parts_of_a_refused_operation_give_their_credit_back(monkeypatch: pytest
             with pytest.raises(TypeError):
                 dist.all_reduce("no array")
         await dist.all_reduce(x)
-        await eventually(lambda: not peer.statistics()["parked_messages"] and not peer.statistics()["offered"])
+        await eventually(lambda: not peer.statistics()["unexpected_messages"] and not peer.statistics()["offered"])
 
     run_gpu(2, main)
 

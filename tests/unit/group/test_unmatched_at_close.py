@@ -41,7 +41,7 @@ def test_unmatched_messages_go_with_their_group(late: bool) -> None:
                 await sub.close()
                 core = group.world.mesh.cores[0]
                 assert core is not None
-                assert core._inbound.windows[POINT_TO_POINT].parked_bytes == 0
+                assert core._receiver.windows[POINT_TO_POINT].unexpected_bytes == 0
             await group.barrier()
         assert group.world.mesh.cores[1 - group.rank].statistics()["held"] == 0  # type: ignore[union-attr]
 

@@ -101,7 +101,7 @@ def test_random_receives_of_many_tags(seed: int) -> None:
                 pair.ab.deliver(rng.choice((48, 500, 5000, None)))
                 pair.ba.deliver(rng.choice((48, 500, 5000, None)))
             posted = {token: one for token, one in posted.items() if token not in sink.received}
-            assert len(pair.b._inbound.windows[0].asked) <= ASKS
+            assert len(pair.b._receiver.windows[0].asked) <= ASKS
         pair.run()
         got = Counter(unpack_key(one.key).tag for one in sink.received.values())
         for token, one in posted.items():
@@ -128,28 +128,28 @@ class TestAnew:
     def test_forgets_all_and_is_asked_for_what_is_waited_for(self, sink: Recorder) -> None:
         pair = self.stalled(sink, ASKS // 4)
         self.say(pair, 1)
-        assert pair.a._out.windows[0].stall == 2
-        assert not pair.a._out.windows[0].asked
+        assert pair.a._sender.windows[0].stall == 2
+        assert not pair.a._sender.windows[0].asked
         pair.run()
-        assert pair.b._inbound.windows[0].stall == 2
-        assert len(pair.a._out.windows[0].asked) == len(pair.b._inbound.windows[0].asked) == ASKS // 4
+        assert pair.b._receiver.windows[0].stall == 2
+        assert len(pair.a._sender.windows[0].asked) == len(pair.b._receiver.windows[0].asked) == ASKS // 4
 
     def test_not_if_little_is_asked_for(self, sink: Recorder) -> None:
         """So a peer that says it over and over has nothing written for it that it does not read."""
         pair = self.stalled(sink, ASKS // 4 - 1)
         self.say(pair, 1)
-        assert pair.a._out.windows[0].stall == 1
+        assert pair.a._sender.windows[0].stall == 1
 
     @pytest.mark.parametrize("number", [0, 2])
     def test_not_for_another_stall(self, sink: Recorder, number: int) -> None:
         pair = self.stalled(sink, ASKS // 4)
         self.say(pair, number)
-        assert pair.a._out.windows[0].stall == 1
+        assert pair.a._sender.windows[0].stall == 1
 
     def test_not_without_a_stall(self, sink: Recorder) -> None:
         pair = Pair()
         for tag in range(ASKS):
-            pair.a._out.windows[0].ask(p2p(tag))
+            pair.a._sender.windows[0].ask(p2p(tag))
         self.say(pair, 0)
-        assert not pair.a._out.windows[0].stall
+        assert not pair.a._sender.windows[0].stall
         assert not pair.ab.bytes

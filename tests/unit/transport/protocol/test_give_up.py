@@ -13,7 +13,7 @@ from asyncdist.transport.protocol.operations import Receive, SendOp
 from asyncdist.transport.protocol.peer import PeerCore
 
 MIB = 1 << 20
-QUIET = {"offered": 0, "held": 0, "streams_out": 0, "receives_posted": 0, "streams_in": 0, "parked_messages": 0}
+QUIET = {"offered": 0, "held": 0, "streams_out": 0, "receives_posted": 0, "streams_in": 0, "unexpected_messages": 0}
 
 
 def pattern(number: int, nbytes: int) -> bytes:

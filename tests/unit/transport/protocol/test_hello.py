@@ -138,7 +138,7 @@ def test_reflected_hello_is_refused() -> None:
 
 
 def test_unknown_channel() -> None:
-    dialer, listener = DialerHello(identity(1), 2, channel=9), ListenerHello(identity(2))
+    dialer, listener = DialerHello(identity(1), 2, transport=9), ListenerHello(identity(2))
     said, _ = feed(dialer, listener.opening())
     with pytest.raises(RemoteProtocolError, match="unknown channel 9"):
         feed(listener, said)

@@ -107,7 +107,7 @@ def test_malformed_keys() -> None:
 def test_credit_limit(victim: Victim) -> None:
     fits = CREDIT_BYTES // MESSAGE_OVERHEAD_BYTES
     victim.feed(*(data(p2p(1), b"") for _ in range(fits)))
-    assert victim.pair.b.statistics()["parked_messages"] == fits
+    assert victim.pair.b.statistics()["unexpected_messages"] == fits
     victim.feed(data(collective(1), b""))  # the other channel has credit of its own
     victim.refuses(data(p2p(1), b""), match="exceeds its credit")
 
@@ -207,7 +207,7 @@ def hold_back(victim: Victim) -> int:
     """Make `b` stall; returns the stall's number."""
     for index in range(MAX_OFFERS + 1):
         send(victim.pair.b, victim.sink, p2p(1), bytes(EAGER_BYTES + 1), index)
-    return victim.pair.b._out.windows[0].stall
+    return victim.pair.b._sender.windows[0].stall
 
 
 def ask(keys: Iterable[int], number: int) -> bytes:
@@ -247,15 +247,15 @@ def test_a_peer_that_stalls_again_and_again_and_does_not_read(victim: Victim) ->
     victim.pair.ba.capacity = 0
     for number in range(1, 40):
         victim.feed(stalled(1, number), stalled(1, number, channel=1))
-        assert len(victim.pair.b._out.queue._control) <= 501
+        assert len(victim.pair.b._sender.queue._control) <= 501
         victim.feed(stalled(0, number), stalled(0, number, channel=1))
     victim.feed(stalled(1, 40), stalled(1, 40, channel=1), stalled(0, 40, channel=1))
     victim.pair.ba.capacity = 1 << 60
-    victim.pair.b._out.queue.blocked = False
+    victim.pair.b._sender.queue.blocked = False
     victim.pair.b.kick()
     victim.pair.ba.deliver()
-    assert victim.pair.a._out.windows[0].asked == {}, "it is in no stall"
-    assert len(victim.pair.b._out.queue._control) == 0
+    assert victim.pair.a._sender.windows[0].asked == {}, "it is in no stall"
+    assert len(victim.pair.b._sender.queue._control) == 0
 
 
 def question() -> bytes:
@@ -296,7 +296,7 @@ def test_withdrawals_of_the_unknown_are_harmless(victim: Victim) -> None:
     """One that was discarded here may be withdrawn at the same time."""
     withdrawal = pack_header(Kind.WITHDRAW, message_id=1)
     victim.feed(withdrawal, offer(1), withdrawal, withdrawal, offer(1))
-    assert victim.pair.b.statistics()["parked_offers"] == 1
+    assert victim.pair.b.statistics()["unexpected_offers"] == 1
 
 
 def test_discards_of_the_unknown_are_harmless(victim: Victim) -> None:

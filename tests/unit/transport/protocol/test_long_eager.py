@@ -40,7 +40,7 @@ def test_one_write_and_no_question(key: bytes, nbytes: int, seed: int) -> None:
         receive(pair.b, sb, key, nbytes, number)
     pair.run()
     assert [bytes(sb.arrays[number]) for number in range(3)] == [pattern(nbytes, number) for number in range(3)]
-    assert pair.b.statistics()["parked_bytes"] == 0
+    assert pair.b.statistics()["unexpected_bytes"] == 0
 
 
 @pytest.mark.parametrize("nbytes", LENGTHS[1:])
@@ -89,13 +89,13 @@ def test_its_group_is_dropped_while_it_comes() -> None:
     pair.ab.deliver(limit=SCRATCH_BYTES)
     pair.drop_group(1, GROUP_BYTES)
     pair.run()
-    assert pair.b.statistics()["parked_messages"] == 0
+    assert pair.b.statistics()["unexpected_messages"] == 0
     send(pair.a, sa, p2p(1, group=8), b"next", "next")
     receive(pair.b, sb, p2p(1, group=8), 4, "r")
     pair.run()
     assert bytes(sb.arrays["r"]) == b"next"
-    due = pair.b._out.queue._credit_due[0]
-    assert pair.a._out.windows[0].credit + pair.b._inbound.windows[0].owed + due == CREDIT_BYTES
+    due = pair.b._sender.queue._credit_due[0]
+    assert pair.a._sender.windows[0].credit + pair.b._receiver.windows[0].owed + due == CREDIT_BYTES
 
 
 def test_the_connection_ends_while_it_comes() -> None:
@@ -105,7 +105,7 @@ def test_the_connection_ends_while_it_comes() -> None:
     receive(pair.b, sb, p2p(1), EAGER_BYTES, "r")
     pair.b.fail(PeerLostError("rank 0 is gone", 0))
     assert isinstance(sb.failed["r"], PeerLostError)
-    assert pair.b.statistics()["parked_messages"] == 0
+    assert pair.b.statistics()["unexpected_messages"] == 0
 
 
 def test_credit_bounds_them_too() -> None:
@@ -113,7 +113,7 @@ def test_credit_bounds_them_too() -> None:
     head = pack_header(Kind.DATA, key=p2p(1), length=EAGER_BYTES)
     fits = CREDIT_BYTES // (EAGER_BYTES + MESSAGE_OVERHEAD_BYTES)
     feed(pair, (head + bytes(EAGER_BYTES)) * fits)
-    assert pair.b.statistics()["parked_messages"] == fits
+    assert pair.b.statistics()["unexpected_messages"] == fits
     with pytest.raises(RemoteProtocolError, match="exceeds its credit"):
         feed(pair, head + bytes(EAGER_BYTES))
 

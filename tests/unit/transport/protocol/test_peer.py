@@ -156,7 +156,7 @@ def test_where_ranks_share_cores_more_is_handed_over_at_a_time(crowded: bool) ->
     mesh = BaseMesh(0, 2, owner)
     mesh.crowded = crowded
     pair, sa, sb = make()
-    pair.a._out.queue.write_bytes = mesh._new_core(1)._out.queue.write_bytes
+    pair.a._sender.queue.write_bytes = mesh._new_core(1)._sender.queue.write_bytes
     receive(pair.b, sb, collective(1), 8 * MIB, "r")
     pair.run()
     pair.ab.written.clear()
@@ -231,8 +231,8 @@ def test_a_sender_keeps_within_its_credit() -> None:
     pair.run()
     assert len(sa.order) == fits
     assert pair.a.statistics()["offered"] == 1
-    assert pair.b.statistics()["parked_offers"] == 1
-    assert pair.b.statistics()["parked_bytes"] <= CREDIT_BYTES
+    assert pair.b.statistics()["unexpected_offers"] == 1
+    assert pair.b.statistics()["unexpected_bytes"] <= CREDIT_BYTES
     for index in range(fits + 1):
         receive(pair.b, sb, p2p(1), None, index)
     pair.run()
@@ -245,8 +245,8 @@ def test_hundred_thousand_unreceived_messages_stay_with_their_sender() -> None:
         send(pair.a, sa, p2p(1), b"abcd", index)
     pair.run()
     held = pair.b.statistics()
-    assert held["parked_bytes"] <= CREDIT_BYTES
-    assert held["parked_offers"] <= 1024
+    assert held["unexpected_bytes"] <= CREDIT_BYTES
+    assert held["unexpected_offers"] <= 1024
     assert pair.a.statistics()["held"] > 90_000
     send(pair.a, sa, p2p(2), b"other", "other")
     receive(pair.b, sb, p2p(2), None, "other")

@@ -31,7 +31,7 @@ def test_what_is_here_whole_outlives_its_sender_whatever_was_before_it() -> None
         send(pair.a, sa, p2p(1), data, number)
     pair.run()
     pair.b.fail(PeerLostError("lost", 0))
-    assert pair.b.statistics()["parked_messages"] == 3, "what is not followed by anything is gone"
+    assert pair.b.statistics()["unexpected_messages"] == 3, "what is not followed by anything is gone"
     for expected in (b"one", b"", b"two", b""):
         if expected:
             receive(pair.b, sb, p2p(1), 3, expected)
@@ -54,7 +54,7 @@ def test_a_message_here_already_that_does_not_suit_raises_at_the_post() -> None:
         pair.run()
         assert sa.order == ["s"]
         assert not sb.order
-        assert pair.b.statistics()["parked_messages"] == 0
+        assert pair.b.statistics()["unexpected_messages"] == 0
 
 
 def test_allocate_must_return_what_was_asked_for() -> None:
@@ -223,7 +223,7 @@ def test_drop_group_at_every_stage(key: bytes, nbytes: int, deliveries: int, ran
     for core in (pair.a, pair.b):
         held = core.statistics()
         assert not any(
-            held[name] for name in ("streams_in", "streams_out", "early_pulls", "offered", "parked_messages")
+            held[name] for name in ("streams_in", "streams_out", "early_pulls", "offered", "unexpected_messages")
         )
 
 
@@ -250,7 +250,7 @@ def test_late_messages_of_a_dropped_group_are_drained() -> None:
     send(pair.a, sa, p2p(1), bytes(MIB), "large")
     pair.run()
     assert len(sa.order) == 5001
-    assert pair.b.statistics()["parked_messages"] == 0
+    assert pair.b.statistics()["unexpected_messages"] == 0
     assert GROUP_BYTES in pair.dropped[1]
 
 
