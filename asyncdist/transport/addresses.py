@@ -7,8 +7,6 @@ can reach. It advertises the interfaces it was told to use, else the local addre
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import ipaddress
 import os
 import socket
 import sys
@@ -200,11 +198,6 @@ def _route_source(target: tuple[socket.AddressFamily, tuple[Any, ...]]) -> str:
         raise DistNetworkError(f"no route to {address[0]}: {error}") from error
 
 
-_IFF_UP: Final = 0x1
-_FAMILY_OFFSET: Final = 1 if sys.platform == "darwin" else 0
-"""BSD's sockaddr starts with its own length; Linux's with a 16-bit family."""
-
-
 @dataclass(frozen=True, slots=True)
 class Interface:
     """One address of one network interface."""
@@ -213,60 +206,28 @@ class Interface:
     ip: str
 
 
-class _Ifaddrs(ctypes.Structure):
-    pass
-
-
-_Ifaddrs._fields_ = [
-    ("next", ctypes.POINTER(_Ifaddrs)),
-    ("name", ctypes.c_char_p),
-    ("flags", ctypes.c_uint),
-    ("address", ctypes.c_void_p),
-    ("netmask", ctypes.c_void_p),
-    ("destination", ctypes.c_void_p),
-    ("data", ctypes.c_void_p),
-]
-
-
-def _ip_at(address: int) -> str | None:
-    """Text of the IP address in the C sockaddr at `address`, or None for another family."""
-    if sys.platform == "darwin":
-        family = ctypes.c_uint8.from_address(address + _FAMILY_OFFSET).value
-    else:
-        family = ctypes.c_uint16.from_address(address).value
-    if family == socket.AF_INET:
-        return socket.inet_ntop(socket.AF_INET, ctypes.string_at(address + 4, 4))
-    if family == socket.AF_INET6:
-        return socket.inet_ntop(socket.AF_INET6, ctypes.string_at(address + 8, 16))
-    return None
-
-
 def list_interfaces() -> list[Interface]:
-    """Addresses of the interfaces that are up, in the kernel's order.
+    """Addresses of the interfaces that are up, IPv4 before IPv6, otherwise in the kernel's order.
 
     IPv6 link-local addresses are left out: they mean nothing without an interface of the peer's. Raises OSError.
     """
-    libc: Any = ctypes.CDLL(None, use_errno=True)  # what the process has loaded: looking for it would start programs
-    libc.getifaddrs.argtypes = [ctypes.POINTER(ctypes.POINTER(_Ifaddrs))]
-    libc.freeifaddrs.argtypes = [ctypes.POINTER(_Ifaddrs)]
-    libc.freeifaddrs.restype = None
-    head = ctypes.POINTER(_Ifaddrs)()
-    if libc.getifaddrs(ctypes.byref(head)) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
-    found = []
-    try:
-        node = head
-        while node:
-            entry = node.contents
-            if entry.flags & _IFF_UP and entry.address:
-                ip = _ip_at(entry.address)
-                if ip is not None and not (ipaddress.ip_address(ip).version == 6 and ip.startswith("fe80")):
-                    found.append(Interface(entry.name.decode(errors="replace"), ip))
-            node = entry.next
-    finally:
-        libc.freeifaddrs(head)
-    return found
+    import psutil  # needed by few programs, and reads /proc as it is imported
+
+    stats = psutil.net_if_stats()
+    found = psutil.net_if_addrs().items()
+    return [
+        Interface(name, each.address)
+        for family in (socket.AF_INET, socket.AF_INET6)
+        for name, addresses in found
+        if _is_up(stats.get(name.partition(":")[0]))  # eth0:1 is another name of eth0
+        for each in addresses
+        if each.family == family and not each.address.startswith("fe80")
+    ]
+
+
+def _is_up(stats: Any) -> bool:
+    """Whether an interface is up; psutil's `isup` is another question: whether something is plugged in."""
+    return stats is not None and "up" in stats.flags.split(",")
 
 
 def select_ips(spec: str, interfaces: Sequence[Interface]) -> tuple[str, ...]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -64,6 +66,34 @@ def test_listed_interfaces_are_ours() -> None:
     assert {interface.name for interface in interfaces} <= {name for _index, name in socket.if_nameindex()}
     assert all(is_local_ip(interface.ip) for interface in interfaces)
     assert not is_local_ip("192.0.2.213")
+
+
+def test_only_interfaces_that_are_up_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interface that is up counts with nothing plugged in, and under each of its names; link-local ones never do."""
+
+    def address(family: int, ip: str) -> SimpleNamespace:
+        return SimpleNamespace(family=family, address=ip)
+
+    monkeypatch.setattr(
+        psutil,
+        "net_if_addrs",
+        lambda: {
+            "eth0": [address(socket.AF_INET, "10.0.0.5"), address(socket.AF_INET6, "fd00::5")],
+            "eth0:1": [address(socket.AF_INET, "10.0.0.6")],
+            "eth1": [address(socket.AF_INET, "10.1.0.5"), address(socket.AF_INET6, "fe80::5%eth1")],
+            "eth2": [address(socket.AF_INET, "10.2.0.5"), address(psutil.AF_LINK, "02:fc:00:00:00:01")],
+            "gone": [address(socket.AF_INET, "10.3.0.5")],
+        },
+    )
+    flags = {"eth0": "up,broadcast,running", "eth1": "up,broadcast", "eth2": "broadcast,noarp,lower_up"}
+    stats = {name: SimpleNamespace(isup="running" in each, flags=each) for name, each in flags.items()}
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: stats)
+    assert list_interfaces() == [
+        Interface("eth0", "10.0.0.5"),
+        Interface("eth0:1", "10.0.0.6"),
+        Interface("eth1", "10.1.0.5"),
+        Interface("eth0", "fd00::5"),
+    ]
 
 
 async def test_named_interface_wins() -> None:
