@@ -58,23 +58,6 @@ class Sharing(Protocol):
 class HostMemory:
     """The doorbell of this rank, its segments by the numbers that others know them by, and the connections to those."""
 
-    __slots__ = (
-        "_doorbell",
-        "_left_bytes",
-        "_left_listeners",
-        "_loop",
-        "_next_number",
-        "_ring_bytes",
-        "arrays",
-        "connections",
-        "crowded",
-        "fds",
-        "lanes",
-        "own",
-        "ranks_here",
-        "segments",
-    )
-
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,

@@ -57,27 +57,6 @@ _give_core_away = getattr(os, "sched_yield", lambda: time.sleep(0))
 class Spinner:
     """Looks on behalf of one mesh. Calls come from tasks of its loop."""
 
-    __slots__ = (
-        "_began_s",
-        "_bell",
-        "_catch",
-        "_cores",
-        "_fit",
-        "_last_turn_s",
-        "_least_s",
-        "_limit_s",
-        "_local_ranks",
-        "_memory",
-        "_misses",
-        "_neighbors",
-        "_ranks_fit",
-        "_shared_cores",
-        "_skip",
-        "_skipped",
-        "_thread",
-        "_window_s",
-    )
-
     def __init__(self, memory: HostMemory, neighbors: Neighbors, limit_us: float, local_ranks: int = 1) -> None:
         self._memory = memory
         self._neighbors = neighbors

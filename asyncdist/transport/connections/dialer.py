@@ -8,7 +8,7 @@ import os
 import random
 import socket
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from asyncdist.concurrency import trace as events
 from asyncdist.errors import ConnectTimeoutError, RemoteProtocolError
@@ -20,7 +20,10 @@ from asyncdist.transport.context import MeshContext
 from asyncdist.transport.protocol.hello import SHARED_MEMORY_TRANSPORT, STREAM_TRANSPORT, DialerHello, Verdict
 from asyncdist.transport.socket_dir import path_of
 
-__all__ = ["Dialer", "DialerOwner", "Target", "choose_targets"]
+if TYPE_CHECKING:
+    from asyncdist.transport.connections.link import Link
+
+__all__ = ["Dialer", "Target", "choose_targets"]
 
 MAX_SILENCE_S: Final = 300.0
 """Longest one connection is left to a silent peer before another is made, in case only the connection is dead."""
@@ -38,22 +41,6 @@ class Target:
     family: socket.AddressFamily
     address: Any
     label: str
-
-
-class DialerOwner(Protocol):
-    """Who is told; every call comes from the loop."""
-
-    def dial_agreed(self, handshake: Handshake[DialerHello]) -> None:
-        """The peer said OK: confirm and detach, or close."""
-
-    def dial_attempt_failed(self) -> None:
-        """One attempt failed; others may follow. May call `pause` or `stop`."""
-
-    def dial_failed(self, error: Exception) -> None:
-        """No attempt will follow."""
-
-    def dial_met_leaver(self) -> None:
-        """The peer says it is leaving. No attempt will follow."""
 
 
 def choose_targets(own_host_id: str, peer: PeerAddress, config: TransportConfig) -> tuple[list[Target], str]:
@@ -98,8 +85,8 @@ class Dialer:
         "_deadline",
         "_due_s",
         "_expired",
+        "_link",
         "_next",
-        "_owner",
         "_paused",
         "_reached",
         "_refused_rounds",
@@ -116,13 +103,13 @@ class Dialer:
     )
 
     def __init__(
-        self, context: MeshContext, owner: DialerOwner, peer_rank: int, address: PeerAddress, started_s: float
+        self, context: MeshContext, link: Link, peer_rank: int, address: PeerAddress, started_s: float
     ) -> None:
         self.peer_rank = peer_rank
         self.failures = 0
         self.last_error: Exception | None = None
         self._context = context
-        self._owner = owner
+        self._link = link
         self._address = address
         self._started_s = started_s
         self._targets: list[Target] = []
@@ -176,7 +163,7 @@ class Dialer:
                 self._begin_round()
 
     def stop(self) -> None:
-        """End without a word to the owner. Idempotent."""
+        """End without a word to the link. Idempotent."""
         self._drop_attempt()
         if self._deadline is not None:
             self._deadline.cancel()
@@ -219,7 +206,7 @@ class Dialer:
             events.emit("net", "dial_failed", rank=self.peer_rank, target=target.label, error=repr(error))
         self._round_refused &= isinstance(error, ConnectionRefusedError | FileNotFoundError)
         self._next += 1
-        self._owner.dial_attempt_failed()
+        self._link.dial_attempt_failed()
         if self._deadline is None or self._paused:
             return
         if self._next < len(self._targets):
@@ -248,7 +235,7 @@ class Dialer:
         """Called by the attempt under way when the peer's verdict came."""
         verdict = handshake.hello.verdict
         if verdict is Verdict.OK and not handshake.taken_back:
-            self._owner.dial_agreed(handshake)
+            self._link.dial_agreed(handshake)
             return
         self._drop_attempt()
         if verdict is Verdict.OK:  # this loop was busy for so long: nothing was sent yet, so nothing is lost
@@ -256,7 +243,7 @@ class Dialer:
             return
         if verdict is Verdict.LEAVING:
             self.stop()
-            self._owner.dial_met_leaver()
+            self._link.dial_met_leaver()
         elif verdict is Verdict.LOST:
             self._give_up(ConnectionResetError("it had already declared this rank lost"))
         else:
@@ -298,7 +285,7 @@ class Dialer:
 
     def _give_up(self, error: Exception) -> None:
         self.stop()
-        self._owner.dial_failed(error)
+        self._link.dial_failed(error)
 
 
 class _Attempt:

@@ -40,19 +40,6 @@ _EXHAUSTED: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 class Listener:
     """Listening sockets of one mesh. `on_peer` gets each authenticated hello, still to be answered, and owns it."""
 
-    __slots__ = (
-        "_context",
-        "_directory",
-        "_half_open",
-        "_on_peer",
-        "_path",
-        "_paused",
-        "_resume",
-        "_sockets",
-        "_unix",
-        "refused",
-    )
-
     def __init__(self, context: MeshContext, on_peer: Callable[[Handshake[ListenerHello]], None]) -> None:
         self._context = context
         self._on_peer = on_peer

@@ -17,16 +17,15 @@ from asyncdist.transport.protocol.frame import (
     FLAG_END,
     MAX_ASKS,
     POINT_TO_POINT,
-    TRAFFIC_CLASSES,
     Kind,
     describe_key,
     pack_header,
 )
-from asyncdist.transport.protocol.matching import AnySourceTable, ReceiveTable, SourcePeer
+from asyncdist.transport.protocol.matching import ReceiveTable
 from asyncdist.transport.protocol.operations import SendOp
 from asyncdist.transport.protocol.output_queue import OutputQueue
 
-__all__ = ["RETURN_CREDIT_BYTES", "Asking", "ReceiveWindow", "SendWindow"]
+__all__ = ["RETURN_CREDIT_BYTES", "ReceiveWindow", "SendWindow"]
 
 RETURN_CREDIT_BYTES: Final = CREDIT_BYTES // 4
 """Credit is given back in portions, so that most messages cost no accounting beyond one addition."""
@@ -157,10 +156,12 @@ class SendWindow:
 
 
 class ReceiveWindow:
-    """One traffic class as its receiver sees it."""
+    """One traffic class as its receiver sees it: what it owes to the sender, and in a stall has asked it for."""
 
     __slots__ = (
+        "_any_table",
         "_queue",
+        "_table",
         "_traffic",
         "asked",
         "owed",
@@ -171,13 +172,15 @@ class ReceiveWindow:
         "unexpected_offers",
     )
 
-    def __init__(self, traffic: int, queue: OutputQueue) -> None:
+    def __init__(self, traffic: int, queue: OutputQueue, table: ReceiveTable, any_table: ReceiveTable) -> None:
         self._traffic = traffic
         self._queue = queue
+        self._table = table
+        self._any_table = any_table
         self.owed = 0  # credit of messages that have met their receives, not yet given back
         self.unexpected_bytes = 0
         self.unexpected_offers = 0
-        self.stall = 0
+        self.stall = 0  # its number: the sender keeps messages back until asked
         self.asked: dict[bytes, int] = {}
         self.unasked = False  # MAX_ASKS kept us from asking for all we wait for
         self.renewing = False  # and the sender was told to forget what we have asked for
@@ -189,19 +192,17 @@ class ReceiveWindow:
             self._queue.return_credit(self._traffic, self.owed)
             self.owed = 0
 
-    def ask(self, key: bytes, wanted: int) -> bool:
-        """Whether to ask once more, when `wanted` messages of `key` are waited for."""
-        count = self.asked.get(key, 0)
-        if count >= wanted:
-            return False
-        if not count and len(self.asked) >= MAX_ASKS:
-            self.unasked = True
-            return False
-        self.asked[key] = count + 1
-        return True
+    def enter_stall(self, number: int) -> None:
+        """A stall begins: ask for all that is waited for. 0: it has ended."""
+        self.asked.clear()
+        self.unasked = self.renewing = False
+        self.stall = number
+        self._queue.drop_asks(self._traffic)
+        if number:
+            self._ask_for_all()
 
     def answered(self, key: bytes) -> None:
-        """The peer says that this message of `key` answers an ASK."""
+        """A message has come because it was asked for: there may be room to ask for others."""
         count = self.asked.get(key, 0)
         if count > 1:
             self.asked[key] = count - 1
@@ -209,85 +210,37 @@ class ReceiveWindow:
             del self.asked[key]
         else:
             raise RemoteProtocolError(f"the peer answered what it was not asked ({describe_key(key)})")
-
-
-class Asking:
-    """The receiving side of one peer's stalls. `stalled`: it keeps messages of a traffic class back."""
-
-    __slots__ = ("_any_source", "_owner", "_peer_rank", "_queue", "_table", "_windows", "stalled")
-
-    def __init__(
-        self,
-        peer_rank: int,
-        owner: SourcePeer,
-        table: ReceiveTable,
-        any_source: AnySourceTable,
-        windows: tuple[ReceiveWindow, ...],
-        queue: OutputQueue,
-    ) -> None:
-        self._peer_rank = peer_rank
-        self._owner = owner
-        self._table = table
-        self._any_source = any_source
-        self._windows = windows
-        self._queue = queue
-        self.stalled = False
-
-    def on_stalled(self, key: bytes, stalled: int, number: int) -> None:
-        """STALLED: from now on the peer keeps messages back until asked, or no longer does."""
-        traffic = key[20]
-        if traffic >= TRAFFIC_CLASSES or stalled > 1 or not number:
-            raise RemoteProtocolError(f"rank {self._peer_rank} sent a malformed STALLED")
-        window = self._windows[traffic]
-        if stalled == bool(window.stall) or (not stalled and window.stall != number):
-            raise RemoteProtocolError(f"rank {self._peer_rank} began or ended a stall twice")
-        window.asked.clear()
-        window.unasked = window.renewing = False
-        window.stall = number if stalled else 0
-        self.stalled = any(window.stall for window in self._windows)
-        self._queue.drop_asks(traffic)
-        if traffic == POINT_TO_POINT:
-            self._any_source.stalled(self._owner, bool(stalled))
-        if stalled:
-            self._ask_for_all(traffic)
-
-    def answered(self, key: bytes) -> None:
-        """A message has come because it was asked for: there may be room to ask for others."""
-        traffic = key[20]
-        window = self._windows[traffic]
-        window.answered(key)
-        if window.unasked and len(window.asked) <= MAX_ASKS // 2:
-            self._ask_for_all(traffic)
+        if self.unasked and len(self.asked) <= MAX_ASKS // 2:
+            self.unasked = self.renewing = False
+            self._ask_for_all()
 
     def ask(self, key: bytes) -> bool:
-        """A receive for `key` is posted: if the peer is stalled, have it send one. Whether it is told anything."""
-        traffic = key[20]
-        window = self._windows[traffic]
-        if not window.stall:
+        """A receive for `key` is posted: in a stall, have the sender send one. Whether the sender is told anything."""
+        if not self.stall:
             return False
         wanted = self._table.count(key)
-        if traffic == POINT_TO_POINT:
-            wanted += self._any_source.table.count(key)
-        asked = window.ask(key, wanted)
-        if asked:
-            self._queue.push_control(pack_header(Kind.ASK, key=key, message_id=window.stall))
+        if self._traffic == POINT_TO_POINT:
+            wanted += self._any_table.count(key)
+        count = self.asked.get(key, 0)
+        if count < wanted and (count or len(self.asked) < MAX_ASKS):
+            self.asked[key] = count + 1
+            self._queue.push_control(pack_header(Kind.ASK, key=key, message_id=self.stall))
             return True
-        return window.unasked and not window.renewing and self._renew(key)
+        self.unasked |= count < wanted
+        return self.unasked and not self.renewing and self._renew(key)
 
     def _renew(self, key: bytes) -> bool:
         """Have the stall begin anew if most of what was asked for is waited for no more."""
-        window = self._windows[key[20]]
-        if len(self._table.entries) + len(self._any_source.entries) > MAX_ASKS // 2:
+        if len(self._table.entries) + len(self._any_table.entries) > MAX_ASKS // 2:
             return False
-        window.renewing = True
-        self._queue.push_control(pack_header(Kind.ASK, flags=FLAG_END, key=key, message_id=window.stall))
+        self.renewing = True
+        self._queue.push_control(pack_header(Kind.ASK, flags=FLAG_END, key=key, message_id=self.stall))
         return True
 
-    def _ask_for_all(self, traffic: int) -> None:
-        self._windows[traffic].unasked = self._windows[traffic].renewing = False
+    def _ask_for_all(self) -> None:
         for receive in self._table:
-            if receive.key[20] == traffic:
+            if receive.key[20] == self._traffic:
                 self.ask(receive.key)
-        if traffic == POINT_TO_POINT:
-            for receive in self._any_source.table:
+        if self._traffic == POINT_TO_POINT:
+            for receive in self._any_table:
                 self.ask(receive.key)

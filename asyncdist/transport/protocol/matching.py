@@ -9,11 +9,14 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Container, Iterator
-from typing import Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from asyncdist.transport.protocol.operations import Receive, ReceiveState
 
-__all__ = ["AnySourceTable", "Discarded", "DroppedGroups", "ReceiveTable", "SourcePeer", "UnexpectedWatcher"]
+if TYPE_CHECKING:
+    from asyncdist.transport.protocol.receiver import Receiver
+
+__all__ = ["AnySourceTable", "Discarded", "DroppedGroups", "ReceiveTable", "UnexpectedWatcher"]
 
 UnexpectedWatcher: TypeAlias = Callable[[int, bytes, Container[bytes]], None]
 """unexpected(source, key, queue): a message of a collective came before its receive. `queue` has `key` until then."""
@@ -93,19 +96,6 @@ class ReceiveTable:
         return taken
 
 
-class SourcePeer(Protocol):
-    """A peer as receives from any source see it."""
-
-    def oldest_arrival(self, key: bytes) -> int:
-        """When the oldest unexpected message of `key` came, in the mesh's count of arrivals."""
-
-    def take_unexpected(self, receive: Receive) -> bool:
-        """Give the oldest unexpected message of its key to `receive`; results and errors as PeerCore.post_receive."""
-
-    def ask(self, key: bytes) -> None:
-        """A receive for `key` is posted: if the peer is stalled, have it send one."""
-
-
 class AnySourceTable:
     """Receives from any source, shared by the peers of a mesh, and what those peers hold that could serve one.
 
@@ -119,8 +109,8 @@ class AnySourceTable:
         self.entries = self.table.entries
         self.orders = itertools.count(1)
         self._arrivals = itertools.count(1)
-        self._holders: dict[bytes, dict[SourcePeer, None]] = {}
-        self._stalled: dict[SourcePeer, None] = {}
+        self._holders: dict[bytes, dict[Receiver, None]] = {}
+        self._stalled: dict[Receiver, None] = {}
 
     def post(self, receive: Receive, ranks: Collection[int]) -> bool:
         """Post a receive from whichever of `ranks` sends first.
@@ -166,11 +156,11 @@ class AnySourceTable:
         """Number an unexpected message."""
         return next(self._arrivals)
 
-    def holds(self, key: bytes, peer: SourcePeer) -> None:
+    def holds(self, key: bytes, peer: Receiver) -> None:
         """`peer` holds a message of `key`."""
         self._holders.setdefault(key, {})[peer] = None
 
-    def holds_none(self, key: bytes, peer: SourcePeer) -> None:
+    def holds_none(self, key: bytes, peer: Receiver) -> None:
         """`peer` holds no message of `key` any more."""
         holders = self._holders.get(key)
         if holders is not None and peer in holders:
@@ -178,7 +168,7 @@ class AnySourceTable:
             if not holders:
                 del self._holders[key]
 
-    def stalled(self, peer: SourcePeer, stalled: bool) -> None:
+    def stalled(self, peer: Receiver, stalled: bool) -> None:
         """`peer` keeps point-to-point messages back until asked, or no longer does."""
         if stalled:
             self._stalled[peer] = None

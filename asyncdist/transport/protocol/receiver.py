@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from asyncdist.errors import CollectiveMismatchError, RemoteProtocolError
-from asyncdist.transport.protocol.flow_control import Asking, ReceiveWindow
+from asyncdist.transport.protocol.flow_control import ReceiveWindow
 from asyncdist.transport.protocol.frame import (
     EAGER_BYTES,
     EARLY_ID,
@@ -176,18 +176,17 @@ class Receiver:
 
     __slots__ = (
         "_any_source",
-        "_asking",
         "_dropped",
         "_orders",
         "_queues",
         "_sender",
+        "_stalled",
         "_table",
         "_unexpected",
         "any_entries",
         "entries",
         "error",
         "loans",
-        "on_stalled",
         "partial",
         "peer_rank",
         "pulls",
@@ -204,7 +203,6 @@ class Receiver:
     ) -> None:
         self.peer_rank = peer_rank
         self.error: BaseException | None = None
-        self.windows = tuple(ReceiveWindow(traffic, sender.queue) for traffic in range(TRAFFIC_CLASSES))
         self.pulls = Pulls(peer_rank, sender.queue)
         self.loans: Loans | None = None
         self.partial: Stream | None = None  # the one whose payload is being read
@@ -215,10 +213,12 @@ class Receiver:
         self._dropped = dropped
         self._table = ReceiveTable()
         self.entries = self._table.entries
+        self.windows = tuple(
+            ReceiveWindow(traffic, sender.queue, self._table, any_source.table) for traffic in range(TRAFFIC_CLASSES)
+        )
+        self._stalled = False  # the peer keeps messages of a traffic class back
         self._unexpected = UnexpectedQueue(peer_rank, self, any_source, self.windows, watchers)
         self._queues = self._unexpected.queues
-        self._asking = Asking(peer_rank, self, self._table, any_source, self.windows, sender.queue)
-        self.on_stalled = self._asking.on_stalled
 
     # Posting
 
@@ -239,7 +239,7 @@ class Receiver:
             if key[20] and target is not None and len(target) > (EARLY_PULL_BYTES if receive.bulk else EAGER_BYTES):
                 self.pulls.pull_early(receive, target)
                 self._sender.kick()
-        if self._asking.stalled:
+        if self._stalled:
             self.ask(key)
         return False
 
@@ -504,15 +504,28 @@ class Receiver:
         """Check what every message must satisfy."""
         self._check_key(key)
         if flags & FLAG_ASKED:
-            self._asking.answered(key)
+            self.windows[key[20]].answered(key)
 
     def _check_key(self, key: bytes) -> None:
         if key[20:] not in _KEY_ENDS:
             raise RemoteProtocolError(f"rank {self.peer_rank} sent a malformed key {key.hex()}")
 
+    def on_stalled(self, key: bytes, stalled: int, number: int) -> None:
+        """STALLED: from now on the peer keeps messages back until asked, or no longer does."""
+        traffic = key[20]
+        if traffic >= TRAFFIC_CLASSES or stalled > 1 or not number:
+            raise RemoteProtocolError(f"rank {self.peer_rank} sent a malformed STALLED")
+        window = self.windows[traffic]
+        if stalled == bool(window.stall) or (not stalled and window.stall != number):
+            raise RemoteProtocolError(f"rank {self.peer_rank} began or ended a stall twice")
+        window.enter_stall(number if stalled else 0)
+        self._stalled = any(window.stall for window in self.windows)
+        if traffic == POINT_TO_POINT:
+            self._any_source.stalled(self, bool(stalled))
+
     def ask(self, key: bytes) -> None:
         """A receive for `key` is posted: if the peer is stalled, have it send one."""
-        if self._asking.ask(key):
+        if self.windows[key[20]].ask(key):
             self._sender.kick()
 
     # Ends

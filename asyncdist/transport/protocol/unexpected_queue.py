@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from asyncdist.errors import RemoteProtocolError
 from asyncdist.transport.protocol.flow_control import ReceiveWindow
@@ -14,7 +15,10 @@ from asyncdist.transport.protocol.frame import (
     POINT_TO_POINT,
     describe_key,
 )
-from asyncdist.transport.protocol.matching import AnySourceTable, SourcePeer, UnexpectedWatcher
+from asyncdist.transport.protocol.matching import AnySourceTable, UnexpectedWatcher
+
+if TYPE_CHECKING:
+    from asyncdist.transport.protocol.receiver import Receiver
 
 __all__ = ["UnexpectedMessage", "UnexpectedQueue"]
 
@@ -47,7 +51,7 @@ class UnexpectedQueue:
     def __init__(
         self,
         peer_rank: int,
-        owner: SourcePeer,
+        owner: Receiver,
         any_source: AnySourceTable,
         windows: tuple[ReceiveWindow, ...],
         watchers: Mapping[bytes, UnexpectedWatcher],

@@ -78,20 +78,6 @@ class SharedArrays:
     becomes of this. `limit_bytes` bounds the arenas; None does not.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_arenas",
-        "_fds",
-        "_freed",
-        "_limit_bytes",
-        "_loop",
-        "_new_number",
-        "_on_gone",
-        "_starts",
-        "_waking",
-        "nbytes",
-    )
-
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
