@@ -23,6 +23,7 @@ NEEDED: Final = {
     "numpy": "numpy",
     "ml_dtypes": "ml-dtypes",
     "msgpack": "msgpack",
+    "psutil": "psutil",
     "uvloop": "uvloop",
     "click": "click",
     "rich": "rich",

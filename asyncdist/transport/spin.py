@@ -53,6 +53,10 @@ both ready to run for a while, which they never are where one always sleeps."""
 
 _give_core_away = getattr(os, "sched_yield", lambda: time.sleep(0))
 
+MAX_NEIGHBORS: Final = 4
+"""Sockets that are looked at: each costs a system call, so with more of them a round would take too long to pay."""
+_residents: dict[tuple[bytes, int], int] = {}
+
 
 class Spinner:
     """Looks on behalf of one mesh. Calls come from tasks of its loop."""
@@ -187,12 +191,6 @@ class Spinner:
             return False
         self._last_turn_s = now_s
         return True
-
-
-MAX_NEIGHBORS: Final = 4
-"""Sockets that are looked at: each costs a system call, so with more of them a round would take too long to pay."""
-
-_residents: dict[tuple[bytes, int], int] = {}
 
 
 class Neighbors:

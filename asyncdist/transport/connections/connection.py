@@ -37,6 +37,12 @@ __all__ = [
 MAX_CALL_FRAMES: Final = 256
 """Frames handled in one callback: at some 3 us each, more would hold the loop for over a millisecond."""
 
+UNSENT_BYTES: Final = 512 << 10
+"""What the kernel takes of a connection to another host beyond what it has sent. All that is written later waits behind
+it, such as small messages and what tells of a loss; 10 Gbit/s carry it in the 0.4 ms that a loop may be busy."""
+MAX_QUEUED_BYTES: Final = 2 * MAX_CALL_BYTES
+"""Bytes on their way to ourselves before the writer says it is full, as a socket's buffer would."""
+
 
 class Connection(ABC):
     """Moves bytes between `core` and its peer until either side ends it; its socket tells when the peer has gone.
@@ -135,11 +141,6 @@ class Connection(ABC):
     @abstractmethod
     def _release(self) -> bool:
         """Close everything; False if that was done before."""
-
-
-UNSENT_BYTES: Final = 512 << 10
-"""What the kernel takes of a connection to another host beyond what it has sent. All that is written later waits behind
-it, such as small messages and what tells of a loss; 10 Gbit/s carry it in the 0.4 ms that a loop may be busy."""
 
 
 def set_stream_options(sock: socket.socket, keepalive_s: float) -> None:
@@ -311,10 +312,6 @@ class StreamConnection(Connection):
         self._loop.remove_reader(self._fd)
         self._sockets.close(sock)
         return True
-
-
-MAX_QUEUED_BYTES: Final = 2 * MAX_CALL_BYTES
-"""Bytes on their way to ourselves before the writer says it is full, as a socket's buffer would."""
 
 
 class LoopbackConnection:

@@ -21,6 +21,11 @@ __all__ = ["AnySourceTable", "Discarded", "DroppedGroups", "ReceiveTable", "Unex
 UnexpectedWatcher: TypeAlias = Callable[[int, bytes, Container[bytes]], None]
 """unexpected(source, key, queue): a message of a collective came before its receive. `queue` has `key` until then."""
 
+Discarded: TypeAlias = Callable[[int, bytes], object]
+"""discarded(source, meta): a message of a group that was dropped is thrown away."""
+MAX_DROPPED_GROUPS: Final = 4096
+"""Groups remembered as dropped: late frames of one come within a round trip, so only the newest matter."""
+
 
 class ReceiveTable:
     """Posted receives by key, first in first out, each removable in constant time.
@@ -174,14 +179,6 @@ class AnySourceTable:
             self._stalled[peer] = None
         else:
             self._stalled.pop(peer, None)
-
-
-Discarded: TypeAlias = Callable[[int, bytes], object]
-"""discarded(source, meta): a message of a group that was dropped is thrown away."""
-
-
-MAX_DROPPED_GROUPS: Final = 4096
-"""Groups remembered as dropped: late frames of one come within a round trip, so only the newest matter."""
 
 
 class DroppedGroups:

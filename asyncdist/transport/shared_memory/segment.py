@@ -65,6 +65,16 @@ _MAPPING: Final[dict[str, Any]] = {"trackfd": False} if sys.version_info >= (3, 
 """Older versions keep a descriptor of their own open per mapping, which nobody needs."""
 _SEALS: Final = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW | _SEAL_FUTURE_WRITE
 
+SETUP: Final = 1
+REFUSAL: Final = 2
+SEGMENT: Final = 3
+READY: Final = 4
+ARENA: Final = 5
+_PARCEL: Final = struct.Struct("<IIQ")
+_DESCRIPTORS: Final = {SETUP: 3, REFUSAL: 0, SEGMENT: 1, READY: 0, ARENA: 1}
+_MAX_DESCRIPTORS: Final = 3
+"""Most descriptors taken with one read: what one parcel has. Linux drops the rest by itself."""
+
 
 class Segment:
     """Memory of our own, zeroed. `view` is writable; `fd`, one of `fds`, is for peers to attach to.
@@ -145,18 +155,6 @@ def segments_available() -> bool:
     except OSError:
         return False
     return True
-
-
-SETUP: Final = 1
-REFUSAL: Final = 2
-SEGMENT: Final = 3
-READY: Final = 4
-ARENA: Final = 5
-
-_PARCEL: Final = struct.Struct("<IIQ")
-_DESCRIPTORS: Final = {SETUP: 3, REFUSAL: 0, SEGMENT: 1, READY: 0, ARENA: 1}
-_MAX_DESCRIPTORS: Final = 3
-"""Most descriptors taken with one read: what one record has. Linux drops the rest by itself."""
 
 
 class Parcel(NamedTuple):
