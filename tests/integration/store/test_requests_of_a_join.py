@@ -8,7 +8,7 @@ from typing import Any
 
 from asyncdist.concurrency.deadline import Deadline
 from asyncdist.store import TCPStore
-from asyncdist.transport.addresses.address import PeerAddress
+from asyncdist.transport.addresses import PeerAddress
 from asyncdist.world.rendezvous import Rendezvous
 from asyncdist_server.serving.threaded import ThreadedServer
 from asyncdist_server.wire.messages import OPERATION_NAMES

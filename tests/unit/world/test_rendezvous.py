@@ -17,8 +17,8 @@ from asyncdist.concurrency.tasks import PATIENCE_S
 from asyncdist.errors import ConnectTimeoutError, DistError, DistStoreError
 from asyncdist.store import HashStore, PrefixStore, Store
 from asyncdist.testing.loop import VirtualTimeLoop
-from asyncdist.transport.context import Absence
 from asyncdist.transport.addresses import PeerAddress
+from asyncdist.transport.context import Absence
 from asyncdist.world.attempts import WORDS_LIMIT_S, WORLD_LINGER_S
 from asyncdist.world.rendezvous import (
     AWAY_LIMIT_S,
