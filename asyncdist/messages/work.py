@@ -186,7 +186,7 @@ class SendWork(PairWork):
         peer: int,
         withdrawable: bool,
     ) -> None:
-        octets = array.reshape(-1).view(np.uint8).data  # of a copy, where the array is not contiguous
+        octets = array.ravel().view(np.uint8).data  # of a copy, where the array is not contiguous
         super().__init__(loop, operation, octets.nbytes, owner, peer, withdrawable)
         self.message = SendOp(key, octets, encode_meta(array.dtype, array.shape), self, None)
 
