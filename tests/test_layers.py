@@ -34,6 +34,7 @@ ROOT_LAYERS: Layers = (
 REST = "*"
 LAYERS: dict[str, Layers] = {
     "asyncdist": ROOT_LAYERS,
+    "asyncdist.collectives": ({"arguments"}, {"backend"}, {"executor"}, {"shared"}, {"host"}),
     "asyncdist.gpu": ({REST}, {"nccl", "staged"}, {"ipc"}, {"backend", "pairs"}),
     "asyncdist.group": ({REST}, {"methods"}, {"core", "process_group"}, {"default_group", "non_member"}),
     "asyncdist.plan": ({REST}, {"cost"}, {"algorithms"}, {"proof"}, {"selection"}, {"simulation"}),
@@ -59,11 +60,9 @@ LAYERS: dict[str, Layers] = {
 
 CORES = (
     "asyncdist.plan.",
-    "asyncdist.collectives.shared.channel",
-    "asyncdist.collectives.shared.chunks",
-    "asyncdist.collectives.shared.exposed_chunks",
+    "asyncdist.collectives.shared.inline",
+    "asyncdist.collectives.shared.items",
     "asyncdist.collectives.shared.layout",
-    "asyncdist.collectives.shared.pool",
     "asyncdist.collectives.shared.turns",
     "asyncdist.transport.protocol.",
     "asyncdist.transport.shared_memory.ring",

@@ -6,10 +6,10 @@ import os
 
 import numpy as np
 
+from asyncdist.arrays import reduction
 from asyncdist.arrays.host import Array
 from asyncdist.arrays.reduce_op import ReduceOpLike
 from asyncdist.collectives.backend import Backend, parse_backend
-from asyncdist.collectives.executor import reduction
 from asyncdist.cuda import provider
 from asyncdist.group import default_group as context
 from asyncdist.group.default_group import Group, resolve

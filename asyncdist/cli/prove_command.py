@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from asyncdist.collectives.shared.channel import MAX_LANE_RANKS
+from asyncdist.collectives.shared.layout import MAX_LANE_RANKS
 from asyncdist.launch.config import usable_cores
 from asyncdist.plan.algorithms.registry import ALGORITHMS, algorithms, needs_lane
 from asyncdist.plan.proof.prove import MAX_STEPS, Proof, prove

@@ -8,10 +8,10 @@ from typing import Any, Final
 
 import numpy as np
 
+from asyncdist.arrays import reduction
 from asyncdist.arrays.host import Array, describe, host_array
 from asyncdist.arrays.reduce_op import ReduceOp, ReduceOpLike
 from asyncdist.collectives.arguments import coalesced
-from asyncdist.collectives.executor import reduction
 from asyncdist.concurrency.deadline import INHERIT, Timeout
 from asyncdist.data_parallel.gradients import BUCKET_BYTES, JoinedWork, arrays_of, check_bucket_bytes, divide, list_of
 from asyncdist.group.default_group import Group, resolve

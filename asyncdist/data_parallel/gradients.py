@@ -13,10 +13,10 @@ from typing import Any, Final
 import numpy as np
 
 from asyncdist.api.ranks import root_of
+from asyncdist.arrays import reduction
 from asyncdist.arrays.host import Array, host_array
 from asyncdist.arrays.reduce_op import ReduceOp, ReduceOpLike
 from asyncdist.collectives.arguments import coalesced
-from asyncdist.collectives.executor import reduction
 from asyncdist.concurrency.deadline import INHERIT, Timeout
 from asyncdist.concurrency.integers import as_int
 from asyncdist.errors import CollectiveMismatchError, DistError

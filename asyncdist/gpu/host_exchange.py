@@ -15,7 +15,7 @@ from asyncdist.collectives.arguments.call import Call, barrier
 from asyncdist.collectives.arguments.items import Terms, all_gather_array
 from asyncdist.collectives.backend import CollectiveWork
 from asyncdist.collectives.executor.scratch import ScratchPool
-from asyncdist.collectives.host.backend import AioBackend
+from asyncdist.collectives.host.backend import HostBackend
 from asyncdist.concurrency.integers import derive_group_id
 from asyncdist.plan.selection.tuning import Tuning
 from asyncdist.transport.base_mesh import BaseMesh
@@ -47,16 +47,16 @@ class HostExchange:
         self._loop = loop
         self._pool = pool
         self._tuning = tuning
-        self._backends: dict[str, AioBackend] = {}
+        self._backends: dict[str, HostBackend] = {}
         total = MAX_MESSAGE_BYTES * len(ranks)
         self._terms = Terms(rank, ranks, False, MAX_MESSAGE_BYTES, total)
 
-    def host_backend(self, name: str) -> AioBackend:
+    def host_backend(self, name: str) -> HostBackend:
         """Host collectives of their own: a backend for each `name`, the same on all ranks."""
         backend = self._backends.get(name)
         if backend is None:
             group_id = derive_group_id(self._group_id, "device", name)
-            backend = AioBackend(
+            backend = HostBackend(
                 self._mesh, group_id, self._ranks, self._rank, loop=self._loop, pool=self._pool, tuning=self._tuning
             )
             self._backends[name] = backend
@@ -93,7 +93,7 @@ class HostExchange:
             backend.close()
 
 
-async def _run_call(backend: AioBackend, call: Call, tag: int, number: int) -> Any:
+async def _run_call(backend: HostBackend, call: Call, tag: int, number: int) -> Any:
     """Carry out one host collective and return its result. Cancelling forgets it here."""
     loop = backend.loop
     ended: asyncio.Future[None] = loop.create_future()

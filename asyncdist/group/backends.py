@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from asyncdist.collectives.arguments.call import Call
 from asyncdist.collectives.arguments.items import ItemCall
 from asyncdist.collectives.backend import BackendNames, CollectiveWork, GroupBackend, OnEnd
-from asyncdist.collectives.host.backend import AioBackend
+from asyncdist.collectives.host.backend import HostBackend
 from asyncdist.concurrency.spin import spin_us_from_environ
 from asyncdist.cuda import provider
 from asyncdist.world.world import World
@@ -67,7 +67,7 @@ class GroupBackends:
             return _ControlBackend(self, *place, loop=world.loop, pool=world.pool, tuning=tuning)
         lanes = world.options.get("lanes") is True
         different = self._owner.differs
-        return AioBackend(*place, loop=world.loop, pool=world.pool, tuning=tuning, lanes=lanes, on_different=different)
+        return HostBackend(*place, loop=world.loop, pool=world.pool, tuning=tuning, lanes=lanes, on_different=different)
 
     def describe(self) -> str:
         """`aio`, or `cpu:aio,cuda:nccl path nccl` once GPU arrays have come, for the group's repr."""
@@ -158,7 +158,7 @@ class GroupBackends:
             await self.devices.wait_closed()
 
 
-class _ControlBackend(AioBackend):
+class _ControlBackend(HostBackend):
     """The host side of a group for GPU arrays only: objects and barriers, but no arrays.
 
     A barrier there means that what was issued before is complete, as with NCCL in torch.

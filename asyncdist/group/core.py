@@ -18,7 +18,7 @@ from asyncdist.arrays.host import Array
 from asyncdist.collectives.arguments.call import Call
 from asyncdist.collectives.arguments.stream import Progress, StreamCall
 from asyncdist.collectives.backend import BackendNames, CollectiveWork, WorkKey
-from asyncdist.collectives.shared.operation import different
+from asyncdist.collectives.executor.runner import different
 from asyncdist.concurrency.deadline import INHERIT, Timeout, timeout_seconds
 from asyncdist.concurrency.integers import SubgroupNames
 from asyncdist.concurrency.tasks import start_task, uninterrupted

@@ -23,8 +23,8 @@ from typing import Any, Final, NamedTuple
 
 from asyncdist.arrays.reduce_op import PremulSum, ReduceOp
 from asyncdist.collectives.backend import CollectiveWork, GroupBackend, WorkKey
+from asyncdist.collectives.executor.runner import DifferentOperation
 from asyncdist.collectives.shared.agreement import RESERVED
-from asyncdist.collectives.shared.operation import DifferentOperation
 from asyncdist.concurrency.trace import calling_frame
 from asyncdist.errors import CollectiveMismatchError, DistError, PeerLostError
 from asyncdist.plan.problem import PRIVATE_COLLECTIVES, ROOTED

@@ -23,7 +23,7 @@ import numpy as np
 
 from asyncdist.arrays.host import Array
 from asyncdist.arrays.reduce_op import PremulSum, ReduceOp
-from asyncdist.collectives.executor.reduction import finish, kernel, prepare, validate
+from asyncdist.arrays.reduction import finish, kernel, prepare, validate
 from asyncdist.cuda.interface import MAX_SOURCES, Event, Memory, Pinned, Runtime, Stream
 from asyncdist.cuda.provider import Provider, override
 from asyncdist.errors import DistBackendError

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import numpy as np
 
 from asyncdist.arrays.reduce_op import PremulSum, ReduceOp
-from asyncdist.collectives.executor.reduction import finish, kernel, prepare
+from asyncdist.arrays.reduction import finish, kernel, prepare
 from asyncdist.cuda.interface import Stream
 from asyncdist.cuda.nccl_interface import FLOAT8_CAPABILITY, Communicator, Nccl, refusal
 from asyncdist.errors import DistBackendError

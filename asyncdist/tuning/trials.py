@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from asyncdist.collectives.host.backend import AioBackend
+from asyncdist.collectives.host.backend import HostBackend
 from asyncdist.group.core import core_of
 from asyncdist.group.process_group import ProcessGroup
 from asyncdist.plan.problem import Problem
@@ -69,7 +69,7 @@ async def try_all(
 
 async def _try_all(
     group: ProcessGroup,
-    backend: AioBackend,
+    backend: HostBackend,
     collective: str,
     nbytes: int,
     tuning: Tuning,
@@ -105,17 +105,17 @@ async def _try_all(
     ]
 
 
-def host_backend(group: ProcessGroup) -> AioBackend:
+def host_backend(group: ProcessGroup) -> HostBackend:
     """Return what carries out the group's collectives on host arrays. Raises TypeError for other backends."""
     backend = core_of(group)._backend
-    if not isinstance(backend, AioBackend):
+    if not isinstance(backend, HostBackend):
         raise TypeError(f"{group!r} is measured on the aio backend only")
     return backend
 
 
 async def _turn(
     group: ProcessGroup,
-    backend: AioBackend,
+    backend: HostBackend,
     exercise: Exercise,
     one: Prediction,
     tuning: Tuning,

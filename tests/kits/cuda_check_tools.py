@@ -10,7 +10,7 @@ import numpy as np
 
 from asyncdist.arrays.host import Array
 from asyncdist.arrays.reduce_op import ReduceOp
-from asyncdist.collectives.executor.reduction import finish, kernel
+from asyncdist.arrays.reduction import finish, kernel
 from asyncdist.cuda.interface import Memory, Runtime, Stream
 from asyncdist.cuda.nccl_interface import Communicator, Nccl
 

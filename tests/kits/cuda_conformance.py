@@ -20,7 +20,7 @@ from cuda_check_tools import download, equal, every_dtype, operands, reduced, up
 
 from asyncdist.arrays.host import Array
 from asyncdist.arrays.reduce_op import PremulSum, ReduceOp, ReduceOpLike
-from asyncdist.collectives.executor.reduction import prepare, validate
+from asyncdist.arrays.reduction import prepare, validate
 from asyncdist.cuda.interface import MAX_SOURCES, Runtime
 from asyncdist.errors import DistBackendError
 from asyncdist.testing.conformance_tools import checks_of, expect_refused

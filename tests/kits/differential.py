@@ -38,7 +38,7 @@ REDUCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 def ops_of(dtype: np.dtype[Any]) -> list[str]:
-    """What may be asked of a dtype, as the table of `asyncdist.collectives.executor.reduction` says."""
+    """What may be asked of a dtype, as the table of `asyncdist.arrays.reduction` says."""
     if dtype.kind == "b":
         return [name for name in REDUCTIONS if name != "AVG"]
     if dtype.kind in "iu":

@@ -124,7 +124,7 @@ def equal(found: Any, expected: Any) -> bool:
 
 def reduced(op: Any, arrays: Sequence[Any]) -> Any:
     """What `op` makes of the ranks' arrays, by the kernels that host arrays use."""
-    from asyncdist.collectives.executor.reduction import finish, kernel, prepare
+    from asyncdist.arrays.reduction import finish, kernel, prepare
 
     parts = [np.array(array) for array in arrays]
     for part in parts:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from asyncdist.collectives.shared.channel import LANE_HEAD_BYTES, Lane, LaneOperation
+from asyncdist.collectives.shared.layout import LANE_HEAD_BYTES, LaneOperation
+from asyncdist.collectives.shared.runner import Lane
 
 POOL_BYTES = 4096
 WIDE_BYTES = 32768
@@ -20,7 +21,7 @@ def make(size: int, payload_bytes: int = POOL_BYTES) -> tuple[list[Lane], list[m
 def begun(
     lane: Lane, fingerprint: int, items: int = 0, needs: dict[int, dict[int, int]] | None = None
 ) -> LaneOperation:
-    operation = lane.begin(fingerprint, items, needs or {})
+    operation = lane.items.begin(fingerprint, items, needs or {})
     assert operation is not None
     return operation
 

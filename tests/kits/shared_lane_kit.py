@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from asyncdist.collectives.executor.buffers import FlatBuffer
 from asyncdist.collectives.executor.program import Instruction, Program
-from asyncdist.collectives.shared.channel import LANE_HEAD_BYTES, Lane
-from asyncdist.collectives.shared.operation import SharedPart
-from asyncdist.collectives.shared.runner import SharedLane
+from asyncdist.collectives.shared.layout import LANE_HEAD_BYTES
+from asyncdist.collectives.shared.runner import Lane, LaneRunner, SharedSteps
 from asyncdist.errors import CollectiveMismatchError
 from asyncdist.plan.algorithms.registry import build
 from asyncdist.plan.problem import Problem
@@ -72,13 +72,13 @@ class Rank:
         self.loop = FakeLoop()
         self.rung = False
         self.faults: list[tuple[int, Exception]] = []
-        self.lane: SharedLane
+        self.lane: LaneRunner
 
     def join(self, segments: list[memoryview]) -> None:
         seen = [view if index == self.index else view.toreadonly() for index, view in enumerate(segments)]
         ringers: list[Any] = [None if rank is self else FakeRinger(rank) for rank in self.world]
         loop: Any = self.loop
-        self.lane = SharedLane(
+        self.lane = LaneRunner(
             loop,
             Lane(self.index, seen),
             [rank.index + 100 for rank in self.world],
@@ -101,11 +101,13 @@ class Execution:
     def __init__(self, rank: Rank, program: Program, buffers: list[np.ndarray[Any, Any]]) -> None:
         self.rank = rank
         self.program = program
-        self.buffers = buffers
+        self.arrays = buffers
+        self.buffers = [FlatBuffer(array) for array in buffers]
+        self.itemsize = 8
         self.pending = program.pending.copy()
         self.left = len(program.pending)
         self.error: BaseException | None = None
-        self.part: SharedPart
+        self.part: SharedSteps
 
     def start(self, fingerprint: int = 1) -> Execution:
         lane: Any = self.rank.lane
@@ -139,26 +141,16 @@ class Execution:
     def issue(self, index: int, step: Instruction) -> bool:
         if step.kind >= 5:
             return self.part.issue(index, step)
-        source = self.buffers[step.source][step.source_start : step.source_stop]
-        target = self.buffers[step.buffer][step.start : step.stop]
+        source = self.arrays[step.source][step.source_start : step.source_stop]
+        target = self.arrays[step.buffer][step.start : step.stop]
         if step.kind == 4:
             target[...] = source
         else:
             target += source
         return True
 
-    def payload(self, step: Instruction) -> memoryview:
-        return self.buffers[step.buffer][step.start : step.stop].view(np.uint8).data
-
-    def take(self, step: Instruction, item: memoryview, begin: int, most: int) -> int:
-        target = self.buffers[step.buffer][step.start : step.stop].view(np.uint8)
-        source = np.frombuffer(item, np.uint8)[step.source_start * 8 : step.source_stop * 8]
-        if len(source) < len(target):
-            raise CollectiveMismatchError("another size", step.peer + 100)
-        end = min(begin + most // 8 * 8, len(target))
-        place, value = target[begin:end].view(np.int64), source[begin:end].view(np.int64)
-        place[...] = value if step.kind == 6 else place + value
-        return end if end < len(target) else 0
+    def reduce(self, source: np.ndarray[Any, Any], target: np.ndarray[Any, Any], left: bool) -> None:
+        target += source
 
     def step_done(self, index: int) -> None:
         ready: list[int] = []
@@ -175,9 +167,6 @@ class Execution:
         if self.error is None:
             self.error = error
             self.part.end()
-
-    def rank_of(self, member: int) -> int:
-        return member + 100
 
 
 def make(size: int) -> tuple[list[Rank], list[memoryview]]:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import asyncdist as dist
-from asyncdist.collectives.executor import reduction
+from asyncdist.arrays import reduction
 from asyncdist.plan.algorithms.registry import algorithms
 from asyncdist.plan.problem import BLOCK_COLLECTIVES
 from asyncdist.testing import run_world

@@ -19,7 +19,7 @@ from sim_worlds import run_scenario
 
 from asyncdist import ReduceOp
 from asyncdist.collectives.executor.runner import Execution
-from asyncdist.collectives.host.backend import AioBackend
+from asyncdist.collectives.host.backend import HostBackend
 from asyncdist.group.process_group import ProcessGroup
 from asyncdist.transport.in_memory import MemoryNetwork
 from asyncdist.world.world import World
@@ -162,7 +162,7 @@ def test_news_nobody_hears_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow("runs programs until one notices")
 def test_an_array_still_used_after_an_abort_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Execution, "stop", lambda self: None)
-    monkeypatch.setattr(AioBackend, "abort", lambda self, error: None)
+    monkeypatch.setattr(HostBackend, "abort", lambda self, error: None)
     with pytest.raises(AssertionError, match="after its operation had ended"):
         run_block(0, 60, faulty=True)
 

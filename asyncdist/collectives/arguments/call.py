@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from asyncdist.arrays import reduction
 from asyncdist.arrays.device import PLAIN, DeviceArray, any_array, device_flat, device_of, flat_of
 from asyncdist.arrays.host import Array, Flat, describe
-from asyncdist.arrays.reduce_op import ReduceOpLike
-from asyncdist.collectives.executor import reduction
+from asyncdist.arrays.reduce_op import PremulSum, ReduceOp, ReduceOpLike
 
 __all__ = [
     "NO_BLOCKS",
@@ -30,13 +30,17 @@ __all__ = [
     "blocks_of",
     "broadcast",
     "check_same_dtype",
+    "coalesced",
+    "exscan",
     "gather",
     "given_at_root",
     "monitored_barrier",
+    "multi_device",
     "place_of",
     "reduce",
     "reduce_scatter",
     "reduce_scatter_tensor",
+    "scan",
     "scatter",
 ]
 
@@ -80,7 +84,6 @@ class Call:
     on different GPUs, they are a rank's shares in one collective of all GPUs of all ranks."""
     ready: Sequence[Any] = ()
     """On a GPU, events on the caller's streams that the arrays' use waits for."""
-
     recipe_key: tuple[Any, ...] = field(init=False, repr=False)
     """What the plan and the fingerprint are made of."""
     nbytes: int = field(init=False)
@@ -279,3 +282,52 @@ def place_of(array: Any) -> str:
     """`cuda:0` or `the host`, for messages."""
     device = device_of(array)
     return "the host" if device is None else f"cuda:{device}"
+
+
+def scan(tensor: object, op: ReduceOpLike) -> Call:
+    """Any shape; in place."""
+    array = _operand(tensor, op)
+    flat = flat_of(array, writable=True)
+    return Call("scan", array.dtype, array.size, NO_BLOCKS, (flat,), tensor, op=op, device=device_of(array))
+
+
+def exscan(tensor: object, op: ReduceOpLike, rank: int) -> Call:
+    """Any shape; in place, except on rank 0, whose array is only read."""
+    array = _operand(tensor, op)
+    device = device_of(array)
+    if not rank and isinstance(op, PremulSum) and device is None:
+        array = array.copy()  # what is multiplied in place is not the caller's
+    flat = flat_of(array, writable=rank > 0)
+    return Call("exscan", array.dtype, array.size, NO_BLOCKS, (flat,), tensor, op=op, device=device)
+
+
+def _operand(tensor: object, op: ReduceOpLike) -> Any:
+    array = any_array(tensor)
+    reduction.validate(op, array.dtype)
+    if op is ReduceOp.AVG:
+        raise TypeError("ReduceOp.AVG is not defined for prefixes, whose ranks differ in number: use SUM and divide")
+    return array
+
+
+def coalesced(members: Sequence[Call], detail: str, result: Any) -> Call:
+    """Several calls of one kind on one GPU, carried out together; `detail` says how they divide the whole."""
+    return multi_device(members, detail, members[0].root, result)
+
+
+def multi_device(members: Sequence[Call], detail: str, root: int, result: Any) -> Call:
+    """A rank's shares, one per GPU, in one collective of all GPUs of all ranks. `root` is a group rank."""
+    first = members[0]
+    counts = sum(member.counts if isinstance(member.counts, int) else sum(member.counts) for member in members)
+    return Call(
+        first.collective,
+        first.dtype,
+        counts,
+        NO_BLOCKS,
+        NO_BLOCKS,
+        result,
+        root,
+        first.op,
+        detail=detail,
+        device=first.device,
+        members=members,
+    )

@@ -5,27 +5,90 @@ As in `calls.call`, each function checks the arguments for one rank, and raises 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
+from asyncdist.arrays import reduction
 from asyncdist.arrays.device import device_of, flat_of
 from asyncdist.arrays.host import Array, Flat, describe
 from asyncdist.arrays.reduce_op import ReduceOpLike
 from asyncdist.collectives.arguments import call
-from asyncdist.collectives.arguments.call import NO_BLOCKS, Call, arrays_of, check_same_dtype
-from asyncdist.collectives.arguments.members import coalesced
-from asyncdist.collectives.arguments.packed import Packed, adjacent, packed, room_for
-from asyncdist.collectives.executor import reduction
+from asyncdist.collectives.arguments.call import NO_BLOCKS, Call, arrays_of, check_same_dtype, coalesced
 
 __all__ = [
+    "Packed",
+    "adjacent",
     "all_gather_coalesced",
     "all_gather_into_tensor_coalesced",
     "all_reduce_coalesced",
     "broadcast_coalesced",
     "flats_of",
+    "packed",
     "reduce_scatter_tensor_coalesced",
+    "room_for",
     "same_dtype_arrays",
 ]
+
+
+class Packed(Flat):
+    """One run of elements that is copied to its places once results are in it."""
+
+    __slots__ = ("_owners", "_places")
+
+    def __init__(self, elements: Array, places: Sequence[Sequence[Array]] = (), owners: Iterable[Flat] = ()) -> None:
+        """`elements` is one-dimensional. Each of `places` is a list of arrays that divide it, in order.
+
+        `owners` are what the places are part of; they are written back at the end.
+        """
+        self._octets = None
+        self.is_copy = True
+        self._places = places
+        self._owners = tuple(owners)
+        self.elements = elements
+
+    def write_back(self) -> None:
+        """Copy the run to all its places."""
+        for places in self._places:
+            start = 0
+            for place in places:
+                stop = start + place.size
+                if place is not self.elements:
+                    place[...] = self.elements[start:stop]
+                start = stop
+        for owner in self._owners:
+            owner.write_back()
+
+
+def packed(parts: Sequence[Array]) -> Array:
+    """The one-dimensional arrays `parts` in a row; a single one is not copied."""
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def room_for(parts: Sequence[Array]) -> Array:
+    """Where results for the one-dimensional arrays `parts` go; a single one is its own room."""
+    return parts[0] if len(parts) == 1 else np.empty(sum(part.size for part in parts), parts[0].dtype)
+
+
+def adjacent(parts: Sequence[Array]) -> Array | None:
+    """The memory of the one-dimensional arrays `parts`, if they lie in a row in one array; None otherwise."""
+    first, whole = parts[0], parts[0].base
+    if len(parts) == 1:
+        return first
+    if not isinstance(whole, np.ndarray) or whole.dtype != first.dtype or not whole.flags.c_contiguous:
+        return None
+    if whole.flags.writeable != first.flags.writeable:
+        return None
+    start = end = first.__array_interface__["data"][0]
+    for part in parts:
+        if part.base is not whole or part.__array_interface__["data"][0] != end:
+            return None
+        end += part.nbytes
+    skipped, remainder = divmod(start - whole.__array_interface__["data"][0], whole.itemsize)
+    if remainder:  # views of bytes, which lie between the elements of the whole
+        return None
+    return np.asarray(whole).reshape(-1)[skipped : skipped + sum(part.size for part in parts)]
 
 
 def all_reduce_coalesced(tensors: object, op: ReduceOpLike) -> Call:
@@ -35,7 +98,7 @@ def all_reduce_coalesced(tensors: object, op: ReduceOpLike) -> Call:
     if device_of(arrays[0]) is not None:
         return coalesced([call.all_reduce(array, op) for array in arrays], _split_detail(arrays), tensors)
     whole = _in_place(arrays, writable=True)
-    return _vector("all_reduce", arrays, (whole,), tensors, op=op, finishes=True)
+    return _blocks("all_reduce", arrays, NO_BLOCKS, (whole,), tensors, op=op, finishes=True)
 
 
 def broadcast_coalesced(tensors: object, root: int, rank: int) -> Call:
@@ -43,7 +106,8 @@ def broadcast_coalesced(tensors: object, root: int, rank: int) -> Call:
     arrays = same_dtype_arrays(tensors, "tensors")
     if device_of(arrays[0]) is not None:
         return coalesced([call.broadcast(array, root, rank) for array in arrays], _split_detail(arrays), tensors)
-    return _vector("broadcast", arrays, (_in_place(arrays, writable=rank != root),), tensors, root=root)
+    whole = _in_place(arrays, writable=rank != root)
+    return _blocks("broadcast", arrays, NO_BLOCKS, (whole,), tensors, root=root)
 
 
 def all_gather_coalesced(output_tensor_lists: object, input_tensor_list: object, size: int) -> Call:
@@ -173,15 +237,6 @@ def _in_place(arrays: Sequence[Array], *, writable: bool) -> Flat:
     return Packed(packed(parts), [parts] if writable else [], flats)
 
 
-def _count(arrays: Sequence[Array]) -> int:
-    return sum(array.size for array in arrays)
-
-
-def _vector(collective: str, arrays: Sequence[Array], outputs: Sequence[Flat], result: Any, **rest: Any) -> Call:
-    detail = _split_detail(arrays)
-    return Call(collective, arrays[0].dtype, _count(arrays), NO_BLOCKS, outputs, result, detail=detail, **rest)
-
-
 def _blocks(
     collective: str,
     arrays: Sequence[Array],
@@ -190,6 +245,6 @@ def _blocks(
     result: Any,
     **rest: Any,
 ) -> Call:
-    """Blocks of the elements of `arrays` together."""
-    detail = _split_detail(arrays)
-    return Call(collective, arrays[0].dtype, _count(arrays), inputs, outputs, result, detail=detail, **rest)
+    """Blocks of the elements of `arrays` together; without `inputs`, in place."""
+    count, detail = sum(array.size for array in arrays), _split_detail(arrays)
+    return Call(collective, arrays[0].dtype, count, inputs, outputs, result, detail=detail, **rest)

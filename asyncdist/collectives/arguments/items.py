@@ -17,11 +17,11 @@ import numpy as np
 from asyncdist.arrays.host import Array, Flat, decode_meta, describe, encode_meta, host_array, human_bytes
 from asyncdist.arrays.objects import OBJECT_META, decode, encode
 from asyncdist.collectives.arguments.call import NO_BLOCKS, Call, given_at_root
-from asyncdist.collectives.executor.items import Item
 from asyncdist.errors import RemoteProtocolError
 from asyncdist.plan.algorithms.items import GUESSED_BYTES
 
 __all__ = [
+    "Item",
     "ItemCall",
     "Terms",
     "all_gather_array",
@@ -34,6 +34,14 @@ __all__ = [
     "scatter_array",
     "scatter_object_list",
 ]
+
+
+class Item(NamedTuple):
+    """Something whole: its bytes, and what they are."""
+
+    meta: bytes
+    octets: memoryview
+
 
 Finish = Callable[[Sequence[Item]], Any]
 

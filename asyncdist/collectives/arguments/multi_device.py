@@ -11,15 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from asyncdist.arrays import reduction
 from asyncdist.arrays.device import device_of
 from asyncdist.arrays.host import Array, Flat
 from asyncdist.arrays.reduce_op import ReduceOpLike
 from asyncdist.collectives.arguments import call
-from asyncdist.collectives.arguments.call import NO_BLOCKS, Call, arrays_of, place_of
-from asyncdist.collectives.arguments.coalesced import arrays_like, flats_of, same_dtype_arrays
-from asyncdist.collectives.arguments.members import multi_device
-from asyncdist.collectives.arguments.packed import Packed, packed, room_for
-from asyncdist.collectives.executor import reduction
+from asyncdist.collectives.arguments.call import NO_BLOCKS, Call, arrays_of, multi_device, place_of
+from asyncdist.collectives.arguments.coalesced import Packed, arrays_like, flats_of, packed, room_for, same_dtype_arrays
 from asyncdist.concurrency.integers import as_int
 
 __all__ = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -21,34 +21,49 @@ __all__ = ["NO_BUFFER", "BlockBuffer", "Bound", "FlatBuffer", "PieceBuffer"]
 class Bound(Protocol):
     """Memory of one plan buffer; `start` and `stop` count elements."""
 
+    @property
+    def whole(self) -> memoryview | None:
+        """All its bytes, if they lie in a row."""
+
+    @property
+    def array(self) -> Array | None:
+        """All its elements, if they lie in a row."""
+
     def elements(self, start: int, stop: int) -> Array:
         """The run of elements, as a view."""
 
     def octets(self, start: int, stop: int) -> memoryview:
         """The bytes of the run, as a view."""
+
+    def run(self, start: int, stop: int) -> tuple[memoryview, int, int]:
+        """All bytes of the array that the run is of, the same object at each call, and which of them are the run."""
 
 
 class FlatBuffer:
     """One contiguous array."""
 
-    __slots__ = ("_array", "_itemsize", "_octets", "_size")
+    __slots__ = ("_itemsize", "_size", "array", "whole")
 
     def __init__(self, array: Array, octets: memoryview | None = None) -> None:
-        self._array = array
+        self.array: Array = array
         self._size = array.size
         self._itemsize = array.itemsize
-        self._octets = array.view(np.uint8).data if octets is None else octets
+        self.whole: memoryview = array.view(np.uint8).data if octets is None else octets
 
     def elements(self, start: int, stop: int) -> Array:
         """The run of elements, as a view."""
-        return self._array if stop - start == self._size else self._array[start:stop]
+        return self.array if stop - start == self._size else self.array[start:stop]
 
     def octets(self, start: int, stop: int) -> memoryview:
         """The bytes of the run, as a view."""
         if stop - start == self._size:
-            return self._octets
+            return self.whole
         itemsize = self._itemsize
-        return self._octets[start * itemsize : stop * itemsize]
+        return self.whole[start * itemsize : stop * itemsize]
+
+    def run(self, start: int, stop: int) -> tuple[memoryview, int, int]:
+        """All bytes, and which of them are the run."""
+        return self.whole, start * self._itemsize, stop * self._itemsize
 
 
 NO_BUFFER = FlatBuffer(np.empty(0, np.uint8))
@@ -59,6 +74,8 @@ class BlockBuffer:
     """Several contiguous arrays in a row; no run may cross from one to the next (`Plan.block_aligned`)."""
 
     __slots__ = ("_blocks", "_starts")
+    array: Final = None
+    whole: Final = None
 
     def __init__(self, arrays: Sequence[Array]) -> None:
         self._blocks = [FlatBuffer(array) for array in arrays]
@@ -80,6 +97,11 @@ class BlockBuffer:
         block, origin = self._locate(start, stop)
         return block.octets(start - origin, stop - origin)
 
+    def run(self, start: int, stop: int) -> tuple[memoryview, int, int]:
+        """All bytes of the block, and which of them are the run."""
+        block, origin = self._locate(start, stop)
+        return block.run(start - origin, stop - origin)
+
 
 class PieceBuffer:
     """Arrays of any lengths, each of which stands for one element of the plan.
@@ -87,10 +109,13 @@ class PieceBuffer:
     So a plan serves all lengths, which not every rank knows, and pieces travel whole.
     """
 
-    __slots__ = ("_pieces",)
+    __slots__ = ("_octets", "_pieces")
+    array: Final = None
+    whole: Final = None
 
     def __init__(self, pieces: Sequence[Array]) -> None:
         self._pieces = pieces
+        self._octets: dict[int, memoryview] = {}
 
     def elements(self, start: int, stop: int) -> Array:
         """The piece, as a view."""
@@ -100,4 +125,12 @@ class PieceBuffer:
 
     def octets(self, start: int, stop: int) -> memoryview:
         """The bytes of the piece, as a view."""
-        return self.elements(start, stop).view(np.uint8).data
+        found = self._octets.get(start)
+        if found is None:
+            found = self._octets[start] = self.elements(start, stop).view(np.uint8).data
+        return found
+
+    def run(self, start: int, stop: int) -> tuple[memoryview, int, int]:
+        """All bytes of the piece."""
+        octets = self.octets(start, stop)
+        return octets, 0, len(octets)

@@ -12,11 +12,11 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from asyncdist.arrays.host import Array
+from asyncdist.arrays.reduction import Kernel
 from asyncdist.collectives.executor.buffers import Bound
-from asyncdist.collectives.executor.item_steps import ItemSteps
 from asyncdist.collectives.executor.program import (
     COPY,
     PIECE_SUFFIX,
@@ -28,14 +28,25 @@ from asyncdist.collectives.executor.program import (
     Program,
 )
 from asyncdist.collectives.executor.scratch import ScratchPool
-from asyncdist.collectives.executor.sliced import SLICE_BYTES, run_sliced
-from asyncdist.collectives.shared.operation import SharedPart, different
 from asyncdist.errors import CollectiveMismatchError, DistError, GroupAbortedError
 from asyncdist.transport.protocol.frame import CREDIT_BYTES
 from asyncdist.transport.protocol.operations import Receive, SendOp
 from asyncdist.transport.protocol.peer import PeerCore
 
-__all__ = ["Execution", "Kernel", "mismatch"]
+__all__ = [
+    "SLICE_BYTES",
+    "DifferentOperation",
+    "Execution",
+    "Publisher",
+    "another_length",
+    "different",
+    "mismatch",
+    "run_sliced",
+]
+
+SLICE_BYTES: Final = 1 << 20
+"""Bytes of one uninterrupted copy or reduction: about 0.3 ms, so that no callback holds the loop for a millisecond."""
+
 
 START_STEPS: Final = 64
 """Steps that are started in one turn of the loop, of those that wait for none: some microseconds each."""
@@ -44,10 +55,21 @@ BULK_BYTES: Final = CREDIT_BYTES // 2
 """What an operation may send from one rank to another without being asked for it, but for its short messages. So two of
 them may be under way before credit is used up."""
 
-Kernel = Callable[[Array, Array, Array], object]
+
+class Publisher(Protocol):
+    """Steps of one execution that publish to, and fetch from, the ranks of its host."""
+
+    def issue(self, index: int, step: Instruction) -> bool:
+        """Try a step; True if it is done, else `step_done` follows."""
+
+    def end(self) -> None:
+        """The execution has ended, well or not: read and publish nothing more. Idempotent."""
+
+    def slow_readers(self) -> set[int]:
+        """Members that keep us from publishing, or from ending."""
 
 
-class Execution(ItemSteps):
+class Execution:
     """One rank's program on bound buffers.
 
     `peers` maps group ranks to connections. `ended(error)`, for subclasses to say, is called exactly once: None when
@@ -56,16 +78,12 @@ class Execution(ItemSteps):
 
     __slots__ = (
         "_budget",
-        "_buffers",
         "_fingerprint",
-        "_itemsize",
-        "_kernel",
         "_line",
         "_loop",
         "_not_bulk",
         "_peers",
         "_pending",
-        "_pool",
         "_prefix",
         "_program",
         "_remaining",
@@ -73,6 +91,10 @@ class Execution(ItemSteps):
         "_staging",
         "_stopped",
         "_waiting",
+        "buffers",
+        "itemsize",
+        "kernel",
+        "pool",
     )
 
     def __init__(
@@ -89,14 +111,14 @@ class Execution(ItemSteps):
     ) -> None:
         self._loop = loop
         self._program = program
-        self._buffers = buffers
+        self.buffers = buffers
         self._peers = peers
         self._prefix = prefix
         self._fingerprint = fingerprint
-        self._itemsize = itemsize
+        self.itemsize = itemsize
         self._not_bulk = BULK_BYTES // itemsize
-        self._kernel = kernel
-        self._pool = pool
+        self.kernel = kernel
+        self.pool = pool
         self._pending = program.pending.copy()
         self._remaining = len(program.pending)
         self._waiting: set[int] = set()
@@ -104,7 +126,7 @@ class Execution(ItemSteps):
         self._budget = SLICE_BYTES
         self._line: deque[Callable[[], None]] = deque()  # work on memory, one slice in a turn of the loop
         self._stopped = False
-        self._shared: SharedPart | None = None
+        self._shared: Publisher | None = None
 
     def start(self) -> None:
         """Start every step that waits for none; may call `ended` at once."""
@@ -113,7 +135,7 @@ class Execution(ItemSteps):
     def _start_from(self, first: int) -> None:
         if self._stopped:
             return
-        ready = self._program.first_steps(self._itemsize)
+        ready = self._program.first_steps(self.itemsize)
         if first + START_STEPS < len(ready):
             self._loop.call_soon(self._start_from, first + START_STEPS)
         self._advance(list(ready[first : first + START_STEPS]))
@@ -126,7 +148,7 @@ class Execution(ItemSteps):
         """Forget the operation: later callbacks of the transport are ignored."""
         self._stopped = True
         for staging in self._staging.values():
-            self._pool.give(staging)
+            self.pool.give(staging)
         self._staging.clear()
         self._line.clear()
 
@@ -141,7 +163,7 @@ class Execution(ItemSteps):
     def _advance(self, ready: list[int]) -> None:
         """Start the steps of `ready`, and those that become ready by steps that are done at once."""
         pending, instructions = self._pending, self._program.instructions
-        single_copy = self._program.single_copy
+        single_copy, shared = self._program.single_copy, self._shared
         self._budget = SLICE_BYTES
         try:
             # It grows while it is walked. Steps start in the order in which they became ready; but what is lent, which
@@ -150,7 +172,13 @@ class Execution(ItemSteps):
                 if self._stopped:
                     return
                 step = instructions[index]
-                if self._issue(index, step):
+                if shared is not None and step.kind >= PUBLISH:
+                    done = shared.issue(index, step)
+                    if not done:
+                        self._waiting.add(index)
+                else:
+                    done = self._issue(index, step)
+                if done:
                     self._remaining -= 1
                     for successor in step.successors:
                         pending[successor] -= 1
@@ -185,34 +213,31 @@ class Execution(ItemSteps):
         kind, peer, suffix, buffer, start, stop, source, source_start, source_stop, together, left, _ = step
         bulk = together > self._not_bulk
         if kind == SEND:
-            payload = self._buffers[buffer].octets(start, stop)
+            payload = self.buffers[buffer].octets(start, stop)
             send = SendOp(self._prefix + suffix, payload, b"", self, index, self._fingerprint, bulk=bulk)
             done = self._peers[peer].post_send(send)  # type: ignore[union-attr]
         elif kind == RECV:
-            target = self._buffers[buffer].octets(start, stop)
+            target = self.buffers[buffer].octets(start, stop)
             receive = Receive(self._prefix + suffix, target, self, index, bulk=bulk)
             done = self._peers[peer].post_receive(receive)  # type: ignore[union-attr]
             if done and receive.fingerprint != self._fingerprint:
                 raise mismatch(receive)
         elif kind == RECV_REDUCE:
-            nbytes = (stop - start) * self._itemsize
-            staging = self._staging[index] = self._pool.take(nbytes)
+            nbytes = (stop - start) * self.itemsize
+            staging = self._staging[index] = self.pool.take(nbytes)
             receive = Receive(self._prefix + suffix, staging.data, self, index, bulk=bulk)
             done = self._peers[peer].post_receive(receive)  # type: ignore[union-attr]
             if done:
                 if receive.fingerprint != self._fingerprint:
                     raise mismatch(receive)
                 return self._reduce_staged(index)
-        elif kind >= PUBLISH:
-            shared = self._shared
-            assert shared is not None, "a plan that publishes was given no shared memory"
-            done = shared.issue(index, step)
         else:
+            assert kind < PUBLISH, "a plan that publishes was given no shared memory"
             return self._combine(
                 index,
                 kind,
-                self._buffers[source].elements(source_start, source_stop),
-                self._buffers[buffer].elements(start, stop),
+                self.buffers[source].elements(source_start, source_stop),
+                self.buffers[buffer].elements(start, stop),
                 left,
             )
         if not done:
@@ -222,7 +247,7 @@ class Execution(ItemSteps):
     def _reduce_staged(self, index: int) -> bool:
         """Reduce what has been received into its place; True if that is done already."""
         step = self._program.instructions[index]
-        target = self._buffers[step.buffer].elements(step.start, step.stop)
+        target = self.buffers[step.buffer].elements(step.start, step.stop)
         return self._combine(index, RECV_REDUCE, self._staging[index].view(target.dtype), target, step.left)
 
     def _combine(self, index: int, kind: int, source: Array, target: Array, left: bool) -> bool:
@@ -234,7 +259,7 @@ class Execution(ItemSteps):
             self._budget -= target.nbytes
             self._apply(kind, source, target, left)
             if kind == RECV_REDUCE:
-                self._pool.give(self._staging.pop(index))
+                self.pool.give(self._staging.pop(index))
             return True
 
         def apply_slice(first: int, last: int) -> None:
@@ -248,7 +273,7 @@ class Execution(ItemSteps):
         def finish() -> None:
             if not self._stopped:
                 if kind == RECV_REDUCE:
-                    self._pool.give(self._staging.pop(index))
+                    self.pool.give(self._staging.pop(index))
                 self._complete(index)
             if self._line:  # else all is forgotten
                 self._line.popleft()
@@ -256,7 +281,7 @@ class Execution(ItemSteps):
                     self._loop.call_soon(self._line[0])
 
         # Even the first slice waits for the loop's next turn: `finish` must not run inside `_advance`.
-        self._line.append(partial(run_sliced, self._loop, target.size, self._itemsize, apply_slice, finish))
+        self._line.append(partial(run_sliced, self._loop, target.size, self.itemsize, apply_slice, finish))
         if len(self._line) == 1:
             self._loop.call_soon(self._line[0])
         return False
@@ -265,7 +290,11 @@ class Execution(ItemSteps):
         if kind == COPY:
             target[...] = source
             return
-        kernel = self._kernel
+        self.reduce(source, target, left)
+
+    def reduce(self, source: Array, target: Array, left: bool) -> None:
+        """Reduce `source` into `target`; `left`: as the left operand."""
+        kernel = self.kernel
         assert kernel is not None, "a plan that reduces was given no reduction"
         if left:
             kernel(source, target, target)
@@ -276,7 +305,8 @@ class Execution(ItemSteps):
 
     def send(self, index: int, step: Instruction) -> bool:
         """Send by message what a step publishes; True if it has gone."""
-        send = SendOp(self._prefix + PIECE_SUFFIX, self.payload(step), b"", self, index, self._fingerprint)
+        payload = self.buffers[step.buffer].octets(step.start, step.stop)
+        send = SendOp(self._prefix + PIECE_SUFFIX, payload, b"", self, index, self._fingerprint)
         done: bool = self._peers[step.peer].post_send(send)  # type: ignore[union-attr]
         return done
 
@@ -285,16 +315,18 @@ class Execution(ItemSteps):
 
         Raises CollectiveMismatchError.
         """
-        target = self._buffers[step.buffer].octets(step.start, step.stop)
-        self._check_length(step, len(target), nbytes)
+        target, peer = self.buffers[step.buffer].octets(step.start, step.stop), self._peers[step.peer]
+        assert peer is not None
+        if nbytes != len(target):
+            raise another_length(peer.peer_rank, nbytes, len(target))
         receive = Receive(self._prefix + PIECE_SUFFIX, target, self, index)
-        done: bool = self._peers[step.peer].post_receive(receive)  # type: ignore[union-attr]
+        done: bool = peer.post_receive(receive)
         if done and receive.fingerprint != self._fingerprint:
             raise mismatch(receive)
         return done
 
     def hold(self) -> None:
-        """Do not end before `release`: something of our arrays was lent."""
+        """Do not end before `release`: others may read our arrays."""
         self._remaining += 1
 
     def release(self) -> None:
@@ -347,7 +379,56 @@ class Execution(ItemSteps):
         raise AssertionError("a plan's receives have targets")
 
 
+class DifferentOperation(CollectiveMismatchError):
+    """All that is known yet is that another operation runs there."""
+
+
+def different(rank: int) -> DifferentOperation:
+    """Global rank `rank` runs another operation in this place of the order."""
+    return DifferentOperation(
+        f"rank {rank} runs something else in this place of the order: another collective, reduction, dtype, root, size "
+        "or algorithm",
+        rank,
+    )
+
+
+def another_length(rank: int, sent: int, expected: int) -> CollectiveMismatchError:
+    """Global rank `rank` has sent so many bytes, and others are expected here."""
+    return CollectiveMismatchError(f"rank {rank} sent {sent} bytes where {expected} are expected here", rank)
+
+
 def mismatch(receive: Receive) -> CollectiveMismatchError:
     """A message has come whose sender takes it for part of another operation."""
     assert receive.source is not None
     return different(receive.source)
+
+
+def run_sliced(
+    loop: asyncio.AbstractEventLoop,
+    total: int,
+    itemsize: int,
+    action: Callable[[int, int], object],
+    then: Callable[[], object],
+) -> None:
+    """Call `action(start, stop)` over `total` elements, at most SLICE_BYTES at a time, letting the loop run between.
+
+    `then` is called once all is done: within this call when one slice is enough.
+    """
+    _run_slice(loop, 0, total, max(1, SLICE_BYTES // itemsize), action, then)
+
+
+def _run_slice(
+    loop: asyncio.AbstractEventLoop,
+    start: int,
+    total: int,
+    step: int,
+    action: Callable[[int, int], object],
+    then: Callable[[], object],
+) -> None:
+    # No closure, as one that schedules itself refers to itself, and arrays would wait for the garbage collector.
+    stop = min(start + step, total)
+    action(start, stop)
+    if stop >= total:
+        then()
+    else:
+        loop.call_soon(_run_slice, loop, stop, total, step, action, then)

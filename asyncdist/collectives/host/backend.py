@@ -6,35 +6,34 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, ClassVar, Final, Protocol, TypeAlias
 
+from asyncdist.arrays import reduction
 from asyncdist.arrays.reduce_op import CustomOp, PremulSum, ReduceOp
 from asyncdist.collectives.arguments.call import Call
 from asyncdist.collectives.arguments.items import ItemCall
 from asyncdist.collectives.arguments.stream import StreamCall
 from asyncdist.collectives.backend import CollectiveWork, GroupBackend, OnEnd, WorkKey
-from asyncdist.collectives.executor import reduction
-from asyncdist.collectives.executor.program import Program
 from asyncdist.collectives.executor.scratch import ScratchPool
-from asyncdist.collectives.host.choice_trace import trace_choice
 from asyncdist.collectives.host.item_operation import ItemOperation
 from asyncdist.collectives.host.operation import Operation, Recipe
 from asyncdist.collectives.host.stream_operation import StreamOperation
-from asyncdist.collectives.shared.agreement import RESERVED, WITHOUT_LANE, Lanes, TagLane
-from asyncdist.collectives.shared.channel import MAX_LANE_RANKS
-from asyncdist.collectives.shared.inline import ExpressOperation, express_of, in_records
-from asyncdist.collectives.shared.inline_blocks import PiecesKind, PiecesOperation, pieces_of
+from asyncdist.collectives.shared.agreement import RESERVED, WITHOUT_LANE, Lanes
+from asyncdist.collectives.shared.inline import InlineOperation
+from asyncdist.collectives.shared.layout import MAX_LANE_RANKS
+from asyncdist.collectives.shared.recipes import in_records, inline_of
+from asyncdist.concurrency import trace as events
 from asyncdist.errors import DistStoreError
 from asyncdist.plan.algorithms.items import one_by_one
 from asyncdist.plan.algorithms.registry import build
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.records import NO_LANE, LaneMemory
-from asyncdist.plan.selection.selector import plan_for, plan_id, usable
+from asyncdist.plan.selection.selector import candidates, plan_for, plan_id, usable
 from asyncdist.plan.selection.tuning import DEFAULT_TUNING, Tuning
 from asyncdist.plan.steps import Plan
 from asyncdist.transport.base_mesh import BaseMesh
 from asyncdist.transport.protocol.frame import key_prefix
 from asyncdist.transport.protocol.peer import PeerCore
 
-__all__ = ["AioBackend"]
+__all__ = ["HostBackend", "trace_choice"]
 
 RECIPES_KEPT: Final = 256
 """Compiled plans kept per group: more than the shapes a training step uses, few enough to stay below some megabytes."""
@@ -69,7 +68,7 @@ _OPERATIONS: Final[dict[type[Call], Callable[..., Beginning]]] = {
 """What carries out a call of each kind."""
 
 
-class AioBackend(GroupBackend):
+class HostBackend(GroupBackend):
     """Collectives of one group on host arrays."""
 
     name: ClassVar[str] = "aio"
@@ -88,7 +87,6 @@ class AioBackend(GroupBackend):
         on_different: OnDifferent = lambda tag, sequence, rank: None,
     ) -> None:
         super().__init__(mesh, group_id, ranks, rank)
-        self.on_different = on_different
         self.loop = loop
         self.pool = pool
         self.peers: list[PeerCore | None] = [None] * len(ranks)
@@ -100,36 +98,30 @@ class AioBackend(GroupBackend):
         """Operations under way, by tag and sequence number."""
         self._recipes: dict[tuple[object, LaneMemory], Recipe] = {}
         self._recipes_by: dict[Tuning, dict[tuple[object, LaneMemory], Recipe]] = {tuning: self._recipes}
-        self._lanes = Lanes(self, mesh) if lanes and 2 <= len(ranks) <= MAX_LANE_RANKS else None
+        self._lanes = Lanes(self, loop, mesh, on_different) if lanes and 2 <= len(ranks) <= MAX_LANE_RANKS else None
 
     def start(self, call: Call, work: CollectiveWork, on_end: OnEnd) -> None:
         """Begin `call`, once it is known whether its tag has a lane."""
-        place: TagLane | None = WITHOUT_LANE
+        place = WITHOUT_LANE
         if self._lanes is not None:
-            place = self._lanes.decided.get(work.tag) or self._lanes.admit(call, work, on_end)
-        if place is not None:
-            self.resume(call, work, on_end, place)
-
-    def resume(self, call: Call, work: CollectiveWork, on_end: OnEnd, place: TagLane) -> None:
-        """Begin `call` now, by messages or through the lane of its tag."""
+            found = self._lanes.decided.get(work.tag) or self._lanes.admit(call, work, on_end)
+            if found is None:
+                return
+            place = found
         recipe = self._recipes.get((call.recipe_key, place.memory))
         if recipe is None or not recipe.met:
             recipe = self.recipe_for(call, place.memory)
         lane = place.lane
-        kind = recipe.express
-        if kind is not None and lane is not None:
-            express: ExpressOperation | None
-            if isinstance(kind, PiecesKind):
-                express = PiecesOperation.of(self, lane, recipe, kind, call, work, on_end)
-            else:
-                express = ExpressOperation(self, lane, kind, call, work, on_end)
-            if express is not None:
+        inline = recipe.inline
+        if inline is not None and lane is not None:
+            short = InlineOperation(self, lane.inline, inline, call, work, on_end)
+            if inline.pieces is None or inline.pieces.fit(short):
                 if place.number == work.number:
                     place.number += 1
                 else:
                     place.take_place(work.number)
-                self.running[work.key] = express
-                lane.add_express(express)
+                self.running[work.key] = short
+                lane.inline.add(short)
                 return
         operation = _OPERATIONS[type(call)](self, call, recipe, work, on_end)
         self.running[work.key] = operation
@@ -144,6 +136,15 @@ class AioBackend(GroupBackend):
             lane.add(recipe.fingerprint)
         operation.begin()
         lane.flush()
+
+    def go_on_in_steps(self, short: InlineOperation) -> None:
+        """A member has put out items in place of its pieces: go on with the steps of the plan."""
+        call, work, runner = short.call, short.work, short.queue.runner
+        recipe = self.recipe_for(call, self.lane_memory(work.tag))
+        operation = Operation(self, call, recipe, work, short.on_end)
+        self.running[work.key] = operation
+        operation.share(runner.add_begun(short, recipe.program, operation))
+        operation.begin()
 
     def recipe_for(self, call: Call, memory: LaneMemory = NO_LANE) -> Recipe:
         """What all calls like this one share; connections to the peers it names have been asked for.
@@ -160,7 +161,7 @@ class AioBackend(GroupBackend):
     def algorithm_of(self, recipe_key: tuple[Any, ...]) -> str:
         """The algorithm of a recipe, if it is still kept."""
         recipe = next((recipe for (key, _), recipe in reversed(self._recipes.items()) if key == recipe_key), None)
-        return "" if recipe is None else recipe.program.plan.algorithm
+        return "" if recipe is None else recipe.plan.algorithm
 
     @property
     def tuning(self) -> Tuning:
@@ -262,7 +263,7 @@ class AioBackend(GroupBackend):
         return plan
 
     def _cook(self, call: Call, memory: LaneMemory) -> Recipe:
-        """Plan and compile; the oldest recipe makes room."""
+        """Plan; the oldest recipe makes room."""
         plan = self._plan(call, memory)
         if type(call) is ItemCall:
             plan = one_by_one(plan)
@@ -272,15 +273,15 @@ class AioBackend(GroupBackend):
         kernel = None if call.op is None else reduction.kernel(call.op, call.dtype)
         if len(self._recipes) >= RECIPES_KEPT:
             del self._recipes[next(iter(self._recipes))]
-        program = Program(plan)
-        express = express_of(call, plan, self.rank, memory, fingerprint, kernel)
-        recipe = Recipe(program, fingerprint, kernel, express or pieces_of(call, program, memory, fingerprint))
+        recipe = Recipe(plan, fingerprint, kernel, inline_of(call, plan, memory, fingerprint, kernel))
         self._recipes[call.recipe_key, memory] = recipe
         return recipe
 
     def _meet(self, recipe: Recipe) -> None:
         """Ask for connections to all peers together, so that their addresses are looked up in one request."""
         recipe.met = True
+        if recipe.inline is not None and recipe.inline.pieces is None:
+            return
         if recipe.shared and not recipe.program.whole:
             return
         unknown = [rank for rank in recipe.program.peer_ranks if self.peers[rank] is None]
@@ -288,3 +289,28 @@ class AioBackend(GroupBackend):
             self._mesh.connect([self.ranks[rank] for rank in unknown])
             for rank in unknown:
                 self.peers[rank] = self._mesh.peer(self.ranks[rank])
+
+
+def trace_choice(call: Call, plan: Plan, tuning: Tuning, *, ordered: bool, memory: LaneMemory = NO_LANE) -> None:
+    """Emit `tune.candidate` for each algorithm, the best first, and `tune.chosen`; nothing unless they are traced.
+
+    What was chosen is not the best where an override or the call itself names an algorithm.
+    """
+    if not events.tracing("tune"):
+        return
+    shape = {"collective": call.collective, "world": plan.world, "bytes": call.nbytes}
+    problem = Problem.of(call.collective, plan.world, call.counts, call.root, tuning.ranks_per_host)
+    itemsize, records = call.dtype.itemsize, in_records(call)
+    for one in candidates(problem, itemsize, tuning, ordered=ordered, memory=memory, in_records=records):
+        events.emit(
+            "tune",
+            "candidate",
+            **shape,
+            algorithm=one.algorithm,
+            predicted_us=round(one.seconds * 1e6, 1),
+            gb_per_s=round(call.nbytes / one.seconds / 1e9, 3) if one.seconds else 0.0,
+            chunk_bytes=one.chunk_bytes,
+            rounds=one.rounds,
+            sent_bytes=one.sent_bytes,
+        )
+    events.emit("tune", "chosen", **shape, algorithm=plan.algorithm, rank=plan.rank, steps=len(plan.steps))

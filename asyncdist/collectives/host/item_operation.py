@@ -1,36 +1,45 @@
-"""ItemOperation: a collective of items of the `aio` backend, from its arguments to its result."""
+"""ItemOperation: a collective of items, from its arguments to its result.
+
+A message says before its payload what the item is (`meta`). Memory for the item is allocated then. An item is passed on
+from the memory that received it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from asyncdist.arrays.host import Array, decode_meta, describe, human_bytes
 from asyncdist.arrays.objects import OBJECT_META
-from asyncdist.collectives.arguments.items import ItemCall
+from asyncdist.collectives.arguments.items import Item, ItemCall
 from asyncdist.collectives.backend import CollectiveWork, OnEnd
-from asyncdist.collectives.executor.items import Item, ItemExecution
-from asyncdist.collectives.executor.sliced import run_sliced
+from asyncdist.collectives.executor.buffers import NO_BUFFER
+from asyncdist.collectives.executor.program import RECV, SEND, Instruction
+from asyncdist.collectives.executor.runner import Execution, mismatch, run_sliced
 from asyncdist.collectives.host.operation import Recipe
 from asyncdist.errors import CollectiveMismatchError
 from asyncdist.transport.protocol.frame import key_prefix
+from asyncdist.transport.protocol.operations import Receive, SendOp
 
 if TYPE_CHECKING:
-    from asyncdist.collectives.host.backend import AioBackend
+    from asyncdist.collectives.host.backend import HostBackend
 
 __all__ = ["ItemOperation"]
 
 
-class ItemOperation(ItemExecution):
-    """One call under way. `on_end(work, error)` is called once, unless the backend forgets the operation first."""
+class ItemOperation(Execution):
+    """One call under way: the plan of `plan.algorithms.items`, run on lists of items, one list per buffer of the plan.
 
-    __slots__ = ("_backend", "_call", "_on_end", "_received_bytes", "_work")
+    `on_end(work, error)` is called once, unless the backend forgets the operation first.
+    """
+
+    __slots__ = ("_arriving", "_backend", "_call", "_items", "_on_end", "_received_bytes", "_work")
 
     def __init__(
         self,
-        backend: AioBackend,
+        backend: HostBackend,
         call: ItemCall,
         recipe: Recipe,
         work: CollectiveWork,
@@ -48,19 +57,77 @@ class ItemOperation(ItemExecution):
         super().__init__(
             backend.loop,
             recipe.program,
-            () if in_place else call.contributed,
-            outputs,
+            (NO_BUFFER, NO_BUFFER, NO_BUFFER),
             backend.peers,
             key_prefix(backend.group_id, work.tag, work.number),
             recipe.fingerprint,
+            1,
+            None,
             backend.pool,
         )
+        self._arriving: dict[int, memoryview] = {}
+        inputs: list[Item | None] = [] if in_place else list(call.contributed)
+        passed_on: list[Item | None] = [None] * recipe.plan.scratch_count
+        self._items = (inputs, outputs, passed_on)
 
     def begin(self) -> None:
         """Start."""
         self.start()
 
-    def check(self, source: int, nbytes: int, meta: bytes) -> None:
+    def stop(self) -> None:
+        """See Execution.stop; nothing is kept of what had arrived."""
+        super().stop()
+        self._arriving.clear()
+
+    def _issue(self, index: int, step: Instruction) -> bool:
+        """Start a step; True if it is done already."""
+        items = self._items[step.buffer]
+        peer: Any = self._peers[step.peer] if step.peer >= 0 else None
+        if step.kind == SEND:
+            item = items[step.start]
+            assert item is not None, "a plan sends what is not there"
+            done: bool = peer.post_send(
+                SendOp(self._prefix + step.suffix, item.octets, item.meta, self, index, self._fingerprint)
+            )
+        elif step.kind == RECV:
+            receive = Receive(self._prefix + step.suffix, None, self, index)
+            done = peer.post_receive(receive)
+            if done:
+                self._place(index, receive)
+        else:
+            items[step.start] = self._items[step.source][step.source_start]
+            return True
+        if not done:
+            self._waiting.add(index)
+        return done
+
+    def _place(self, index: int, receive: Receive) -> None:
+        """An item is here, whole."""
+        octets = self._arriving.pop(index)
+        if receive.fingerprint != self._fingerprint:
+            raise mismatch(receive)
+        step = self._program.instructions[index]
+        self._items[step.buffer][step.start] = Item(receive.meta, octets)
+
+    def message_received(self, token: Any, receive: Receive) -> None:
+        """An item is here, whole."""
+        if self._stopped:
+            return
+        try:
+            self._place(token, receive)
+        except Exception as error:
+            self.message_failed(token, error)
+            return
+        self._waiting.discard(token)
+        self._complete(token)
+
+    def allocate(self, token: Any, source: int, nbytes: int, meta: bytes) -> memoryview:
+        """Make room for an item."""
+        self._check(source, nbytes, meta)
+        octets = self._arriving[token] = np.empty(nbytes, np.uint8).data
+        return octets
+
+    def _check(self, source: int, nbytes: int, meta: bytes) -> None:
         """Raise CollectiveMismatchError for what is no item of this operation, or too large."""
         terms, what = self._call.terms, "an object"
         if self._call.detail != "arrays":
@@ -92,7 +159,7 @@ class ItemOperation(ItemExecution):
 
     @property
     def _outputs(self) -> list[Item | None]:
-        return self.items[1]
+        return self._items[1]
 
     def _copy_own(self, indices: Iterator[int]) -> None:
         """Give the result copies of what the caller lent us, slice by slice."""

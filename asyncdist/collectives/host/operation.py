@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from asyncdist.arrays import reduction
 from asyncdist.arrays.host import Array
 from asyncdist.arrays.reduce_op import PremulSum, ReduceOp
+from asyncdist.arrays.reduction import Kernel
 from asyncdist.collectives.arguments.call import Call
 from asyncdist.collectives.backend import CollectiveWork, OnEnd
-from asyncdist.collectives.executor import reduction
 from asyncdist.collectives.executor.buffers import NO_BUFFER, BlockBuffer, Bound, FlatBuffer, PieceBuffer
 from asyncdist.collectives.executor.program import Program
-from asyncdist.collectives.executor.runner import Execution, Kernel
-from asyncdist.collectives.executor.sliced import run_sliced
-from asyncdist.collectives.shared.inline import ExpressKind
-from asyncdist.collectives.shared.operation import SharedPart
+from asyncdist.collectives.executor.runner import Execution, Publisher, run_sliced
+from asyncdist.collectives.shared.inline import InlineRecipe
+from asyncdist.plan.steps import Plan
 from asyncdist.transport.protocol.frame import key_prefix
 
 if TYPE_CHECKING:
-    from asyncdist.collectives.host.backend import AioBackend
+    from asyncdist.collectives.host.backend import HostBackend
 
 __all__ = ["Operation", "Recipe"]
 
@@ -34,22 +35,26 @@ SPARES: Final = 8
 class Recipe:
     """What all calls with the same collective, sizes, dtype, root and reduction share."""
 
-    __slots__ = ("express", "fingerprint", "kernel", "met", "program", "shared", "spares")
-
-    def __init__(
-        self, program: Program, fingerprint: int, kernel: Kernel | None, express: ExpressKind | None = None
-    ) -> None:
-        self.program = program
-        self.express = express
-        """How it travels in the records of a lane, if it does."""
+    def __init__(self, plan: Plan, fingerprint: int, kernel: Kernel | None, inline: InlineRecipe | None = None) -> None:
+        self.plan = plan
+        self.inline = inline
+        """How it goes inline through a lane, if it does."""
         self.fingerprint = fingerprint
         self.kernel = kernel
-        self.shared = bool(program.items or program.needs)
-        """Whether it goes through shared memory."""
         self.met = False
-        """Whether connections to all peers of the program were asked for."""
+        """Whether connections to all peers of the plan were asked for."""
         self.spares: list[FlatBuffer] = []
         """Scratch of calls that have ended."""
+
+    @cached_property
+    def program(self) -> Program:
+        """The plan, ready to run: made for the first call that goes in steps."""
+        return Program(self.plan)
+
+    @cached_property
+    def shared(self) -> bool:
+        """Whether its steps go through shared memory."""
+        return bool(self.program.items or self.program.needs)
 
 
 class Operation(Execution):
@@ -59,7 +64,7 @@ class Operation(Execution):
 
     def __init__(
         self,
-        backend: AioBackend,
+        backend: HostBackend,
         call: Call,
         recipe: Recipe,
         work: CollectiveWork,
@@ -91,13 +96,9 @@ class Operation(Execution):
             backend.pool,
         )
 
-    def share(self, part: SharedPart) -> None:
-        """Publish and fetch through `part`; to be called before `begin`."""
-        self._shared = part
-
-    def rank_of(self, member: int) -> int:
-        """The global rank of a group rank, for messages."""
-        return self._backend.ranks[member]
+    def share(self, steps: Publisher) -> None:
+        """Publish and fetch by `steps`; to be called before `begin`."""
+        self._shared = steps
 
     def begin(self) -> None:
         """Scale our contribution where PREMUL_SUM works in place, then start."""
@@ -147,7 +148,7 @@ class Operation(Execution):
 
     def _give_scratch(self) -> None:
         if self._scratch is not None:
-            self._pool.give(self._scratch)
+            self.pool.give(self._scratch)
             self._scratch = None
         elif self._spare is not None and len(self._recipe.spares) < SPARES:
             self._recipe.spares.append(self._spare)

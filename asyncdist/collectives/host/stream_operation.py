@@ -19,7 +19,7 @@ from asyncdist.collectives.host.operation import Recipe
 from asyncdist.transport.protocol.frame import key_prefix
 
 if TYPE_CHECKING:
-    from asyncdist.collectives.host.backend import AioBackend
+    from asyncdist.collectives.host.backend import HostBackend
 
 __all__ = ["StreamOperation"]
 
@@ -46,7 +46,7 @@ class StreamOperation:
 
     def __init__(
         self,
-        backend: AioBackend,
+        backend: HostBackend,
         call: StreamCall,
         recipe: Recipe,
         work: CollectiveWork,
@@ -196,5 +196,5 @@ class _Chunk(Execution):
 
     def _give_scratch(self) -> None:
         if self._scratch is not None:
-            self._pool.give(self._scratch)
+            self.pool.give(self._scratch)
             self._scratch = None

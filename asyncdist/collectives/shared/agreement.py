@@ -9,29 +9,28 @@ besides (see `process_memory`). All can, or none does. What is issued meanwhile 
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
 from asyncdist.collectives.arguments import call as calls
 from asyncdist.collectives.arguments.call import Call
-from asyncdist.collectives.backend import CollectiveWork, OnEnd
-from asyncdist.collectives.shared.channel import LANE_HEAD_BYTES, SKIPPED, Lane
-from asyncdist.collectives.shared.layout import item_bytes, pool_bytes
-from asyncdist.collectives.shared.lender import borrow, lend_to
-from asyncdist.collectives.shared.runner import SharedLane
+from asyncdist.collectives.backend import CollectiveWork, GroupBackend, OnEnd
+from asyncdist.collectives.shared.layout import LANE_HEAD_BYTES, SKIPPED, LaneFault, item_bytes, pool_bytes
+from asyncdist.collectives.shared.runner import Exposed, Lane, LaneRunner
 from asyncdist.concurrency import trace as events
 from asyncdist.errors import DistError, DistStoreError, PeerLostError, RemoteProtocolError
-from asyncdist.plan.records import NO_LANE, LaneMemory
+from asyncdist.plan.records import NO_LANE, SINGLE_COPY_BYTES, LaneMemory
+from asyncdist.transport.base_mesh import BaseMesh
+from asyncdist.transport.host_memory import HostMemory
+from asyncdist.transport.protocol.zero_copy import place_of
 from asyncdist.transport.shared_memory.doorbell import Ringer
-
-if TYPE_CHECKING:
-    from asyncdist.collectives.host.backend import AioBackend
-    from asyncdist.transport.base_mesh import BaseMesh
+from asyncdist.transport.shared_memory.process_memory import PROCESS, RemoteBytes
 
 __all__ = ["RESERVED", "WITHOUT_LANE", "Lanes", "TagLane"]
 
@@ -52,13 +51,13 @@ class TagLane:
     __slots__ = ("held", "lane", "mapped", "memory", "number", "offered", "segment")
 
     def __init__(self) -> None:
-        self.lane: SharedLane | None = None
+        self.lane: LaneRunner | None = None
         self.memory = NO_LANE
         """What every member has for its items in the lane. All know it."""
         self.number = 0
         self.held: deque[tuple[Call, CollectiveWork, OnEnd]] = deque()
         self.segment = 0
-        self.mapped: SharedLane | None = None  # the lane to be, if all others can make theirs
+        self.mapped: LaneRunner | None = None  # the lane to be, if all others can make theirs
         self.offered = 0  # bytes of its pools
 
     def take_place(self, number: int) -> None:
@@ -77,9 +76,17 @@ WITHOUT_LANE: Final = TagLane()
 class Lanes:
     """See the module; owned by the group's backend."""
 
-    def __init__(self, backend: AioBackend, mesh: BaseMesh) -> None:
+    def __init__(
+        self,
+        backend: GroupBackend,
+        loop: asyncio.AbstractEventLoop,
+        mesh: BaseMesh,
+        on_different: Callable[[int, int, int], None],
+    ) -> None:
         self._backend = backend
+        self._loop = loop
         self._mesh = mesh
+        self._on_different = on_different
         self._memory = mesh.memory
         self._tags: dict[int, TagLane] = {}
         self.decided: dict[int, TagLane] = {}
@@ -105,7 +112,7 @@ class Lanes:
             raise
         return None
 
-    def lane(self, number: int) -> SharedLane | None:
+    def lane(self, number: int) -> LaneRunner | None:
         """The lane of tag `number`, if it has one."""
         return self._tags.get(number, WITHOUT_LANE).lane
 
@@ -176,7 +183,7 @@ class Lanes:
             if error is not None:
                 self._decided(tag, error)
 
-        backend.start(call, CollectiveWork(backend.loop, "sharing memory", value.nbytes, tag, number, None), ended)
+        backend.start(call, CollectiveWork(self._loop, "sharing memory", value.nbytes, tag, number, None), ended)
 
     def _greeted(self, tag: int, _gathered: object) -> None:
         """All members are connected: say whether we share memory with each of them, and which segment is ours."""
@@ -236,16 +243,16 @@ class Lanes:
             views.append(view)
             ringers.append(connection.ringer)
         state.offered = min(item_bytes(len(view)) for view in views)
-        core = Lane(backend.rank, views, partial(borrow, memory, backend.ranks))
-        lend = partial(lend_to, memory, [rank for rank in backend.ranks if rank != self._mesh.rank])
-        state.mapped = SharedLane(
-            backend.loop,
-            core,
+        lane = Lane(backend.rank, views, partial(_borrow, memory, backend.ranks))
+        expose = partial(_expose, memory, [rank for rank in backend.ranks if rank != self._mesh.rank])
+        state.mapped = LaneRunner(
+            self._loop,
+            lane,
             backend.ranks,
             ringers,
             self._mesh.break_pair,
-            lend,
-            partial(backend.on_different, tag),
+            expose,
+            partial(self._on_different, tag),
         )
         return ""
 
@@ -259,7 +266,7 @@ class Lanes:
         assert memory is not None
         assert state.mapped is not None
         state.lane, state.memory = state.mapped, LaneMemory(state.offered, bool(gathered[:, 1].all()))
-        memory.doorbell.add(state.lane.poll, state.lane.look)
+        memory.doorbell.add(state.lane.poll, state.lane.inline.look)
         memory.lanes[state.lane] = None
         for rank in self._backend.ranks:
             core = self._mesh.cores[rank]
@@ -290,9 +297,38 @@ class Lanes:
                 continue
             try:
                 if error is None:
-                    self._backend.resume(call, work, on_end, state)
+                    self._backend.start(call, work, on_end)
                     continue
                 failure = error
             except Exception as unable:  # out of memory, or the mesh is gone
                 failure = unable
             on_end(work, failure)
+
+
+def _expose(memory: HostMemory, others: Sequence[int], octets: memoryview, single_copy: bool) -> Exposed | None:
+    """Where all of `others` (global ranks) can read a buffer of ours, if anywhere.
+
+    Those that have not mapped its segment are asked to, so that a later operation can expose it.
+    """
+    connections = [memory.connections.get(rank) for rank in others]
+
+    def mapped(segment: int) -> bool:
+        """Whether all have it; each is asked, also after one that has not."""
+        return not [peer for peer in connections if peer is None or not peer.loans.maps(segment)]
+
+    own = memory.own if single_copy and len(octets) >= SINGLE_COPY_BYTES else None
+    place = place_of(octets, memory.arrays, own, mapped)
+    return None if place is None else Exposed(*place, SINGLE_COPY_BYTES if place[0] == PROCESS else 0)
+
+
+def _borrow(
+    memory: HostMemory, ranks: Sequence[int], member: int, segment: int, offset: int, length: int
+) -> memoryview | RemoteBytes | None:
+    """What `member` has exposed; None if it is gone. Raises LaneFault if it has not offered that."""
+    connection = memory.connections.get(ranks[member])
+    if connection is None:
+        return None
+    try:
+        return connection.loans.borrow(segment, offset, length)
+    except RemoteProtocolError as error:
+        raise LaneFault(member, str(error)) from None

@@ -1,50 +1,281 @@
-"""ExpressOperation: a collective so small that what ranks give each other travels in the records of a lane.
+"""Inline operations: collectives so small that what ranks give each other lies in the records of a lane.
 
-A rank publishes with one store, and takes what it is to have with the first look that finds there all that it needs.
-That takes neither plan steps nor memory of its own: it is what the plans of `shared_reduce` and `shared_move` in
-`plan.algorithms` say, by a shorter way. Which collectives go so, `plan.records` says.
+UCX calls this way *short*. A rank publishes with one store. It takes what it is to have at the first look that finds
+there all that it needs. That takes neither plan steps nor memory of its own: it is what the plans of `shared_reduce`
+and `shared_move` in `plan.algorithms` say, by a shorter way. `plan.records` says which collectives go so.
+
+`Inline` is the memory: publishing and looking, without objects of upper layers. `InlineQueue` moves operations on.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-from asyncdist.arrays.host import Array, Flat
+from asyncdist.arrays import reduction
+from asyncdist.arrays.host import Array
 from asyncdist.arrays.reduce_op import ReduceOp
+from asyncdist.arrays.reduction import Kernel
 from asyncdist.collectives.arguments.call import Call
-from asyncdist.collectives.backend import CollectiveWork
-from asyncdist.collectives.executor import reduction
-from asyncdist.collectives.executor.reduction import Kernel
-from asyncdist.collectives.shared.channel import Needs
-from asyncdist.collectives.shared.inline_protocol import Payloads
-from asyncdist.collectives.shared.runner import SharedLane
-from asyncdist.plan.algorithms.registry import find
-from asyncdist.plan.records import LaneMemory, by_records
-from asyncdist.plan.steps import Plan
+from asyncdist.collectives.backend import CollectiveWork, OnEnd
+from asyncdist.collectives.shared.items import BY_ITEMS, READY, Items
+from asyncdist.collectives.shared.layout import (
+    FINISHED,
+    INLINE_AT,
+    INLINE_BYTES,
+    ISSUED,
+    ITEMS,
+    LANE_HEAD_BYTES,
+    RECORD,
+    RECORD_STRIDE,
+    RECORD_WORDS,
+    RECORDS,
+    RECORDS_AT,
+    RESULTS,
+    SKIPPED,
+    SLOTS,
+    TURN,
+    TURN_BYTES,
+    Differs,
+    LaneFault,
+    LaneOperation,
+    Needs,
+    wide_bytes,
+)
+from asyncdist.collectives.shared.turns import Turns
+from asyncdist.transport.shared_memory.fence import ORDERED, PAIR, fence, order
 
 if TYPE_CHECKING:
-    from asyncdist.collectives.host.backend import AioBackend
+    from asyncdist.collectives.shared.recipes import Pieces
+    from asyncdist.collectives.shared.runner import Lane, LaneRunner
 
-__all__ = ["ExpressKind", "ExpressOperation", "express_of", "in_records", "no_kernel"]
+__all__ = ["NO_NEEDS", "Inline", "InlineOperation", "InlineQueue", "InlineRecipe", "Take", "fold", "reduce_all"]
+
+NO_NEEDS: Final[Needs] = {}
 
 FOLD_BYTES: Final = 256 << 10
 """Bytes of a result that are reduced at a time: they stay in the cache while all operands are added."""
+NEWS_EVERY: Final = 16
+"""Inline operations after which waiting members are looked after: a fourth of how far a member can be ahead."""
+RECIPES_KEPT: Final = 32
+"""Recipes whose payloads are kept as arrays."""
+
+
+class Inline:
+    """Payloads of inline operations. Every member begins all operations, and ends the inline ones in turn.
+
+    A payload of INLINE_BYTES lies in the record itself. A wide one lies in one of SLOTS slots beside the records, one
+    that is too long for that in one of half as many, twice as long, in the same memory; the operation's number says in
+    which. It stays there until all members have finished the operation. Results that the others are to take as well
+    come to lie where no member takes the payload any more.
+
+    A record says how long the payload is, so readers see of each member whether it has put out items instead.
+    """
+
+    __slots__ = ("_items", "_slots", "_turns", "_wide_bytes", "_wide_number", "most_bytes")
+
+    def __init__(self, turns: Turns, items: Items) -> None:
+        self._turns = turns
+        self._items = items
+        segments = [turns.own, *(peer.segment for _, peer in turns.others)]
+        self._wide_bytes = min(wide_bytes(len(segment)) for segment in segments)
+        self.most_bytes = max(INLINE_BYTES, self._wide_bytes // (SLOTS // 2))
+        """The longest payload."""
+        self._slots = 0  # of the last wide operation, whose number is
+        self._wide_number = -1
+
+    # Publishing
+
+    def turn(self, length: int) -> int:
+        """The number of the next operation, whose payload (`length` bytes of every member that has one) we may put out.
+
+        -1 if we are too far ahead of another member, or of ourselves.
+        """
+        turns = self._turns
+        number = turns.issued
+        if length <= INLINE_BYTES:
+            ahead = RECORDS
+        else:
+            slots = self._slots_for(length)
+            ahead = slots if slots == self._slots else min(slots, number - self._wide_number)
+        if number - turns.finished >= ahead:  # we have to read our own payload, or others to begin what we have ended
+            turns.want(TURN)
+            return -1
+        if number - turns.finished_seen >= ahead and not turns.catch_up(number, ahead):
+            return -1
+        return number
+
+    def payload(self, number: int, member: int, length: int) -> memoryview:
+        """The payload of `member` in operation `number`, which is ready, or our own, whose turn it is."""
+        peer = self._turns.members[member]
+        at = self.place(number, length)
+        return (self._turns.own if peer is None else peer.segment)[at : at + length]
+
+    def publish(self, number: int, fingerprint: int, length: int, needs: Needs = NO_NEEDS) -> None:
+        """Begin operation `number`, whose turn it is and whose payload is in place. Ends with `done`.
+
+        `needs`: what it reads of members that put out items instead (`Items.in_steps`).
+        """
+        turns = self._turns
+        at = RECORDS_AT + number % RECORDS * RECORD_STRIDE
+        RECORD.pack_into(turns.own, at, number, fingerprint, turns.next_item, 0, length)
+        if turns.wanting:
+            turns.content(TURN)
+        if length > INLINE_BYTES:
+            self._slots, self._wide_number = self._slots_for(length), number
+        if turns.open:
+            turns.open[number] = LaneOperation(number, fingerprint, turns.next_item, 0, needs)
+        if not ORDERED:
+            order()  # the record before its count
+        turns.issued = turns.own_words[ISSUED] = number + 1
+
+    def publish_results(self, number: int) -> bool:
+        """Our results of operation `number` are in place of our payload; whether those of all members are. Fences."""
+        if not ORDERED:
+            order()  # the results before we say so
+        self._turns.own_records[number % RECORDS * RECORD_WORDS + RESULTS] = number + 1
+        fence()  # our word before the others': of all who look, the last sees everyone
+        return not self.without_results(number)
+
+    # Looking
+
+    def all_begun(self, number: int) -> bool:
+        """Whether all members have begun operation `number`, which we have begun before this call. Fences."""
+        # Our count before the others': of all who look, the last sees everyone. A fence, without its call.
+        with PAIR:
+            pass
+        if not ORDERED:
+            with PAIR:
+                pass
+        turns = self._turns
+        for _, peer in turns.others:
+            if peer.issued <= number:
+                issued = peer.words[ISSUED]
+                if issued == number + 1:
+                    peer.issued = issued
+                elif not turns.look_for(peer, number):
+                    return False
+        return True
+
+    def ready(self, number: int, fingerprint: int, needed: Sequence[int] | None = None) -> bool:
+        """Whether the members that are `needed`, or all, have begun operation `number`.
+
+        Raises Differs if one of them runs something else there.
+        """
+        turns = self._turns
+        at = number % RECORDS * RECORD_WORDS
+        for index, peer in turns.others:
+            if needed is not None and index not in needed:
+                continue
+            if peer.issued <= number:
+                issued = peer.words[ISSUED]
+                if issued == number + 1:
+                    peer.issued = issued
+                elif not turns.look_for(peer, number):
+                    return False
+            if not ORDERED:
+                order()  # the count before the record
+            words = peer.record_words
+            other = words[at + 1]
+            if other != fingerprint or words[at] != number:
+                if other == SKIPPED:
+                    return False
+                raise Differs(index)
+        return True
+
+    def without_results(self, number: int) -> list[int]:
+        """Members whose results of operation `number` are not there; those of the others can be read then."""
+        at = number % RECORDS * RECORD_WORDS + RESULTS
+        missing = [index for index, peer in self._turns.others if peer.record_words[at] != number + 1]
+        if not ORDERED:
+            order()  # the words before the results
+        return missing
+
+    # Ending
+
+    def done(self, number: int, *, begun: bool = False) -> None:
+        """Operation `number` was read, or given up. Inline operations end in their order.
+
+        `begun`: whether it is known that all members have begun it, none with items.
+        """
+        turns = self._turns
+        if turns.open or number != turns.finished or not (begun or self._in_records(number)):
+            self._end(number)
+            return
+        if not ORDERED:
+            order()  # read before we say so
+        turns.finished = turns.own_words[FINISHED] = number + 1
+        turns.news = True
+
+    def _end(self, number: int) -> None:
+        """End one of several that are open, or one that some member has not begun, or has items in."""
+        turns = self._turns
+        operation = turns.open.get(number)
+        if operation is None and number == turns.finished and self._in_records(number):
+            for _, peer in turns.others:
+                peer.retired = number + 1
+            turns.finish()
+            self._items.retire()
+            return
+        if operation is None:  # nothing was open when it began
+            operation = LaneOperation(number, 0, turns.next_item, 0, {})
+            turns.add(operation)
+        self._items.end(operation)
+
+    def _in_records(self, number: int) -> bool:
+        """Whether all members have begun operation `number`, and none has items in it."""
+        turns = self._turns
+        for _, peer in turns.others:
+            if peer.issued <= number:
+                return False
+        if not ORDERED:
+            order()  # the counts before the records
+        at = number % RECORDS * RECORD_WORDS
+        fingerprint = turns.own_records[at + 1]
+        for index, peer in turns.others:
+            words = peer.record_words
+            if words[at + 1] != fingerprint:
+                turns.note(number, index, words[at + 1])
+            if words[at + ITEMS]:
+                return False
+        return True
+
+    def _slots_for(self, length: int) -> int:
+        slots = SLOTS if length <= self._wide_bytes // SLOTS else SLOTS // 2
+        if length > self._wide_bytes // slots:
+            raise ValueError(f"a payload of {length} bytes does not fit {slots} slots in {self._wide_bytes}")
+        return slots
+
+    def place(self, number: int, length: int) -> int:
+        """Where the payload of an operation is in every segment."""
+        if length <= INLINE_BYTES:
+            return RECORDS_AT + number % RECORDS * RECORD_STRIDE + INLINE_AT
+        slots = self._slots_for(length)
+        return LANE_HEAD_BYTES + number % slots * (self._wide_bytes // slots)
+
+
+class Payloads(NamedTuple):
+    """Payloads of one place in the lane, as arrays over its memory."""
+
+    own: Array
+    operands: list[Array]
+    """Of the members whose we take, in that order."""
 
 
 NO_PAYLOADS: Final = Payloads(np.empty(0, np.uint8), [])
 """Of operations that have not begun, and of barriers."""
 
-Take: TypeAlias = "Callable[[Call, list[Array], ExpressKind], None]"
-"""take(call, operands, kind): put into the outputs of `call` what this rank has of all ranks' payloads."""
+Take: TypeAlias = "Callable[[InlineOperation], None]"
+"""Puts into the outputs of an operation what this rank has of all ranks' payloads."""
 
 
 @dataclass(slots=True, eq=False)
-class ExpressKind:
-    """What all express calls with one recipe share."""
+class InlineRecipe:
+    """What all inline calls of one shape share."""
 
     fingerprint: int
     dtype: np.dtype[Any]
@@ -58,149 +289,293 @@ class ExpressKind:
     """Whether this rank does."""
     needed: tuple[int, ...] | None
     """Whose payload this rank takes; None: everybody's, as everybody takes its own."""
-    folds: bool = False
-    """Whether every rank first reduces a part of all vectors and puts out the result, for the others to take."""
+    fold: Take | None = None
+    """Reduces this rank's part of all vectors and puts out the result, for the others to take, where ranks do so."""
     averages: bool = False
     spares: tuple[Array, Array] | None = None
     """For one element: numpy needs three times as long to reduce it in place as from one array into another."""
     readers: tuple[int, ...] = ()
     """Who takes from this rank, if not all do: everyone from it alone, or one from everyone."""
-    pieces: bool = False
+    pieces: Pieces | None = None
+    """How payloads are laid out whose lengths only two ends know: then a member may put out items instead."""
     needs: Needs = field(default_factory=dict)
-    """See `inline_protocol`."""
+    """Of `pieces`, which items this rank takes then."""
 
 
-def in_records(call: Call) -> bool:
-    """Whether calls like this one travel in records if they are small; all ranks answer that alike."""
-    even = isinstance(call.counts, int)
-    return (even or call.collective == "reduce_scatter") and (call.op is None or isinstance(call.op, ReduceOp))
+class Owner(Protocol):
+    """The backend whose operations these are."""
+
+    running: dict[tuple[int, int], Any]
+
+    def drop(self, tag: int, sequence: int) -> None:
+        """Forget an operation, and stop it."""
+
+    def go_on_in_steps(self, operation: InlineOperation) -> None:
+        """A member puts out items in place of its pieces: go on with the steps of the plan."""
 
 
-def express_of(
-    call: Call, plan: Plan, rank: int, memory: LaneMemory, fingerprint: int, kernel: Kernel | None
-) -> ExpressKind | None:
-    """How calls like this one are carried out here, if they are: all ranks answer that alike."""
-    collective, world, root = call.collective, plan.world, call.root
-    if not in_records(call):
-        return None
-    nbytes = call.nbytes * world if isinstance(call.counts, int) and collective in _BLOCKS_FOR_ALL else call.nbytes
-    if not by_records(find(collective, plan.algorithm).records, world, nbytes, memory):
-        return None
-    if not nbytes and collective != "barrier":
-        return None
-    everyone = tuple(range(world))
-    kind = ExpressKind(
-        fingerprint, call.dtype, nbytes, rank, _TAKE[collective], kernel or no_kernel, gives=nbytes > 0, needed=None
-    )
-    kind.averages = call.op is ReduceOp.AVG
-    if collective == "all_reduce" and plan.algorithm == "shared":
-        kind.folds, kind.take = True, _take_results
-    if nbytes == call.dtype.itemsize:
-        kind.spares = np.empty(1, call.dtype), np.empty(1, call.dtype)
-    if collective in _FROM_ROOT:
-        kind.gives = rank == root
-        kind.needed = () if rank == root else (root,)
-        kind.readers = everyone if rank == root else ()
-    elif collective in _TO_ROOT:
-        kind.needed = everyone if rank == root else ()
-        if rank != root:
-            kind.take, kind.readers = None, (root,)
-    return kind
-
-
-class ExpressOperation:
+class InlineOperation:
     """One call under way. `on_end(work, error)` is called once, unless the backend forgets the operation first."""
 
-    __slots__ = ("_backend", "_call", "_lane", "_on_end", "_work", "folded", "kind", "nbytes", "number", "payloads")
+    __slots__ = (
+        "backend",
+        "bounds",
+        "call",
+        "folded",
+        "nbytes",
+        "number",
+        "on_end",
+        "payloads",
+        "queue",
+        "recipe",
+        "work",
+    )
+
+    bounds: list[int]
+    """Of pieces, where each that we give begins in our payload, and where the last one ends."""
 
     def __init__(
-        self,
-        backend: AioBackend,
-        lane: SharedLane,
-        kind: ExpressKind,
-        call: Call,
-        work: CollectiveWork,
-        on_end: Callable[[CollectiveWork, BaseException | None], None],
+        self, backend: Owner, queue: InlineQueue, recipe: InlineRecipe, call: Call, work: CollectiveWork, on_end: OnEnd
     ) -> None:
-        self._backend = backend
-        self._lane = lane
-        self._call = call
-        self._work = work
-        self._on_end = on_end
-        self.kind = kind
-        self.nbytes = kind.nbytes
+        self.backend = backend
+        self.queue = queue
+        self.call = call
+        self.work = work
+        self.on_end = on_end
+        self.recipe = recipe
+        self.nbytes = recipe.nbytes
         self.folded = False
+        """Whether our result is out."""
         self.number = -1
         self.payloads = NO_PAYLOADS
 
     def wakes(self, *, last: bool) -> tuple[int, ...]:
-        """Who may go on now that we have begun, where not all take from all: who takes from one, at last the root."""
-        readers = self.kind.readers
+        """Members that may go on now that we have begun, where not all take from all."""
+        readers = self.recipe.readers
         return readers if last or len(readers) > 1 else ()
 
     def put(self, target: Array) -> None:
         """Put out what this rank gives."""
-        call = self._call
-        pieces = call.inputs or call.outputs
-        if len(pieces) == 1:
-            target[...] = pieces[0].elements
+        call = self.call
+        blocks = call.inputs or call.outputs
+        if len(blocks) == 1:
+            target[...] = blocks[0].elements
             return
         start = 0
-        for piece in pieces:
-            elements = piece.elements
+        for block in blocks:
+            elements = block.elements
             target[start : start + elements.size] = elements
             start += elements.size
 
-    def fold(self) -> None:
-        """All payloads are there: reduce our part, and put it out where nobody takes our operand of it any more."""
-        kind, out = self.kind, self._call.outputs[0].elements
-        part = _part(out, len(self.payloads.operands), kind.rank)
-        _fold(self.payloads.operands, part.start, out[part], kind.kernel)
-        self.payloads.own[part] = out[part]
-
-    def take(self) -> None:
-        """All payloads that this rank takes are there: take what it is to have."""
-        kind = self.kind
-        if kind.take is None:
-            return
-        call, operands = self._call, self.payloads.operands
-        kind.take(call, operands, kind)
-        if kind.averages:
-            reduction.finish(ReduceOp.AVG, call.outputs[0].elements, len(operands) * call.shares)
-        for flat in call.outputs:
-            if flat.is_copy:
-                flat.write_back()
-
-    def by_items(self) -> None:
-        """Never called: where all payloads are alike nobody puts out items."""
-        raise AssertionError("a member puts out items, and nobody asked whether one does")
-
-    def done(self) -> None:
-        """Results are in place."""
-        work = self._work
-        del self._backend.running[work.key]
-        self._on_end(work, None)
-
     def fail(self, error: BaseException) -> None:
         """The operation cannot go on."""
-        self._backend.drop(self._work.tag, self._work.number)
-        self._on_end(self._work, error)
+        self.backend.drop(self.work.tag, self.work.number)
+        self.on_end(self.work, error)
 
     def stop(self) -> None:
         """Read and write no array any more, and report nothing."""
-        self._lane.drop_express(self)
+        self.queue.drop(self)
 
     def waiting_for(self) -> tuple[int, ...]:
-        """Group ranks that we wait for to begin the operation."""
-        missing = self._lane.not_begun(self.number)
-        needed = self.kind.needed
+        """Group ranks that have not begun the operation, of those whose payload this rank takes."""
+        missing = self.queue.runner.not_begun(self.number)
+        needed = self.recipe.needed
         return missing if needed is None else tuple(rank for rank in missing if rank in needed)
 
 
-def _all_reduce(call: Call, operands: list[Array], kind: ExpressKind) -> None:
-    out, kernel, spares = call.outputs[0].elements, kind.kernel, kind.spares
-    if kind.nbytes > FOLD_BYTES:
-        _fold(operands, 0, out, kernel)
+class InlineQueue:
+    """The inline operations of one lane that this rank has begun, in their order."""
+
+    __slots__ = ("_items", "_memory", "_payloads", "_turns", "queue", "runner")
+
+    def __init__(self, runner: LaneRunner, lane: Lane) -> None:
+        self.runner = runner
+        self._memory = lane.inline
+        self._items = lane.items
+        self._turns = lane.turns
+        self.queue: deque[InlineOperation] = deque()
+        self._payloads: dict[InlineRecipe, dict[int, Payloads]] = {}
+
+    def add(self, operation: InlineOperation) -> None:
+        """Take the next place in the order; the operation ends in this call if the others are there already."""
+        runner = self.runner
+        if runner.deserted:
+            runner.soon_fail_deserted()
+        runner.moved = 0
+        if runner.unbegun or not self.begin(operation):
+            runner.unbegun.append(operation)
+            runner.soon()
+            return
+        # A rank that is not the last would wake the others in vain. Each looks after it has said that it is here, so at
+        # least the last one sees all.
+        try:
+            last = self._memory.all_begun(operation.number)
+        except LaneFault as error:
+            runner.fault(error)
+            return
+        if operation.recipe.needed is not None:
+            for member in operation.wakes(last=last):
+                ringer = runner.ringers[member]
+                if ringer is not None:
+                    ringer.knock()
+        elif last:
+            for ringer in runner.others:
+                ringer.knock()
+        else:
+            return
+        if self.queue[0] is operation:
+            self.advance()
+
+    def begin(self, operation: InlineOperation) -> bool:
+        """Publish the payload of `operation`; False if it is not its turn."""
+        recipe, memory, nbytes = operation.recipe, self._memory, operation.nbytes
+        number = memory.turn(nbytes)
+        if number < 0:
+            return False
+        if nbytes:
+            if recipe.pieces is not None:
+                recipe.pieces.put(operation, memory.payload(number, recipe.rank, nbytes))
+            else:
+                try:
+                    payloads = self._payloads[recipe][number % RECORDS]
+                except KeyError:
+                    payloads = self._payloads_of(recipe, number)
+                operation.payloads = payloads
+                if recipe.gives:
+                    operation.put(payloads.own)
+        memory.publish(number, recipe.fingerprint, nbytes, recipe.needs)
+        operation.number = number
+        self.queue.append(operation)
+        return True
+
+    def look(self) -> bool:
+        """As `LaneRunner.poll`, for a spinning waiter: members that are not close behind hear of no end yet."""
+        runner = self.runner
+        if not self.queue or runner.unbegun or runner.steps or self._turns.open or runner.closed:
+            return runner.poll()
+        runner.moved = 0
+        return self.advance()
+
+    def advance(self) -> bool:
+        """End operations, in their order, as far as all members have begun them; whether any has ended."""
+        queue, memory, runner, turns = self.queue, self._memory, self.runner, self._turns
+        done = False
+        while queue:
+            operation = queue[0]
+            number, recipe = operation.number, operation.recipe
+            try:
+                if recipe.pieces is not None:
+                    if not self._pieces_ready(operation):
+                        break
+                elif recipe.fold is not None:
+                    if not self._results_ready(operation):
+                        break
+                elif not memory.ready(number, recipe.fingerprint, recipe.needed):
+                    break
+                if recipe.take is not None:
+                    recipe.take(operation)
+                    outputs = operation.call.outputs
+                    if recipe.averages:
+                        world = len(operation.payloads.operands) * operation.call.shares
+                        reduction.finish(ReduceOp.AVG, outputs[0].elements, world)
+                    for flat in outputs:
+                        if flat.is_copy:
+                            flat.write_back()
+            except LaneFault as error:
+                runner.fault(error)
+                return True
+            except Exception as error:
+                operation.fail(runner.different(error.member) if isinstance(error, Differs) else error)
+                return True
+            queue.popleft()
+            memory.done(number, begun=recipe.needed is None)
+            if turns.differences:  # in this one, or in one before it: it does not end well any more
+                runner.tell_differences()
+                return True
+            done = True
+            if recipe.nbytes > INLINE_BYTES or not number % NEWS_EVERY:  # one may wait for the next slot already
+                runner.flush()
+            elif runner.again is None:  # nor may one who is far ahead wait for us while we sleep
+                runner.soon()
+            runner.moved += recipe.nbytes * len(runner.ranks)
+            work = operation.work
+            del operation.backend.running[work.key]
+            operation.on_end(work, None)
+            if runner.moved >= TURN_BYTES:
+                runner.soon()
+                break
+        return done
+
+    def go_on_in_steps(self, operation: InlineOperation) -> LaneOperation:
+        """Take the first operation out, which goes on in steps; what it gives is in its payload."""
+        self.queue.remove(operation)
+        recipe = operation.recipe
+        return self._items.in_steps(operation.number, recipe.fingerprint, recipe.needs)
+
+    def drop(self, operation: InlineOperation) -> None:
+        """Forget an operation."""
+        runner = self.runner
+        if operation in self.queue:
+            self.queue.remove(operation)
+            if not runner.closed:
+                runner.retire(self._memory.done, operation.number)
+                runner.soon()
+        else:
+            runner.skip(operation)
+
+    def close(self) -> None:
+        """Forget all operations."""
+        self.queue.clear()
+        self._payloads.clear()
+
+    def _payloads_of(self, recipe: InlineRecipe, number: int) -> Payloads:
+        """Arrays over the payloads of operation `number`, kept for all that come to lie in its place."""
+        if recipe not in self._payloads:
+            if len(self._payloads) >= RECIPES_KEPT:
+                self._payloads.clear()
+            self._payloads[recipe] = {}
+        needed, rank, turns = recipe.needed, recipe.rank, self._turns
+        at, count = self._memory.place(number, recipe.nbytes), recipe.nbytes // recipe.dtype.itemsize
+        arrays: dict[int, Array] = {}
+        for member, peer in enumerate(turns.members):
+            if needed is None or member == rank or member in needed:
+                segment = turns.own if peer is None else peer.segment
+                arrays[member] = np.frombuffer(segment, recipe.dtype, count, at)
+        operands = list(arrays.values()) if needed is None else [arrays[member] for member in needed]
+        found = self._payloads[recipe][number % RECORDS] = Payloads(arrays[rank], operands)
+        return found
+
+    def _pieces_ready(self, operation: InlineOperation) -> bool:
+        recipe = operation.recipe
+        found = self._items.pieces_ready(operation.number, recipe.fingerprint, recipe.needs)
+        if found == BY_ITEMS:
+            operation.backend.go_on_in_steps(operation)
+            self.runner.soon()
+        return found == READY
+
+    def _results_ready(self, operation: InlineOperation) -> bool:
+        """Whether all results are there. Puts ours out once all payloads are."""
+        memory, number, recipe = self._memory, operation.number, operation.recipe
+        if operation.folded:
+            return not memory.without_results(number)
+        if not memory.ready(number, recipe.fingerprint, recipe.needed):
+            return False
+        assert recipe.fold is not None
+        recipe.fold(operation)
+        operation.folded = True
+        if not memory.publish_results(number):
+            return False
+        for ringer in self.runner.others:  # as who begins last does
+            ringer.knock()
+        return True
+
+
+def reduce_all(operation: InlineOperation) -> None:
+    """Reduce the vectors of all ranks."""
+    recipe, operands = operation.recipe, operation.payloads.operands
+    out, kernel, spares = operation.call.outputs[0].elements, recipe.kernel, recipe.spares
+    if recipe.nbytes > FOLD_BYTES:
+        fold(operands, 0, out, kernel)
     elif spares is None or len(operands) == 2:
         kernel(operands[0], operands[1], out)
         for operand in operands[2:]:
@@ -214,48 +589,7 @@ def _all_reduce(call: Call, operands: list[Array], kind: ExpressKind) -> None:
         kernel(total, operands[-1], out)
 
 
-def _take_results(call: Call, operands: list[Array], kind: ExpressKind) -> None:
-    out = call.outputs[0].elements
-    for rank, operand in enumerate(operands):
-        if rank != kind.rank:
-            part = _part(out, len(operands), rank)
-            out[part] = operand[part]
-
-
-def _part(out: Array, world: int, rank: int) -> slice:
-    """The elements that a rank reduces for all."""
-    return slice(out.size * rank // world, out.size * (rank + 1) // world)
-
-
-def _reduce_scatter(call: Call, operands: list[Array], kind: ExpressKind) -> None:
-    out, counts = call.outputs[0].elements, call.counts
-    _fold(operands, out.size * kind.rank if isinstance(counts, int) else sum(counts[: kind.rank]), out, kind.kernel)
-
-
-def _all_gather(call: Call, operands: list[Array], kind: ExpressKind) -> None:
-    for block, operand in zip(_blocks(call.outputs, len(operands)), operands, strict=True):
-        block[...] = operand
-
-
-def _all_to_all(call: Call, operands: list[Array], kind: ExpressKind) -> None:
-    for block, operand in zip(_blocks(call.outputs, len(operands)), operands, strict=True):
-        block[...] = operand[kind.rank * block.size : (kind.rank + 1) * block.size]
-
-
-def _broadcast(call: Call, operands: list[Array], kind: ExpressKind) -> None:
-    for operand in operands:  # the root takes none
-        call.outputs[0].elements[...] = operand
-
-
-def _scatter(call: Call, operands: list[Array], kind: ExpressKind) -> None:
-    own = call.outputs[0].elements
-    if call.inputs:
-        own[...] = call.inputs[kind.rank].elements
-    for operand in operands:
-        own[...] = operand[kind.rank * own.size : (kind.rank + 1) * own.size]
-
-
-def _fold(operands: list[Array], start: int, out: Array, kernel: Kernel) -> None:
+def fold(operands: list[Array], start: int, out: Array, kernel: Kernel) -> None:
     """Reduce, in rank order, what the operands hold from `start` on: a part at a time, which stays in the cache."""
     step = max(1, FOLD_BYTES // out.itemsize)
     for first in range(0, out.size, step):
@@ -264,35 +598,3 @@ def _fold(operands: list[Array], start: int, out: Array, kernel: Kernel) -> None
         kernel(operands[0][begin:end], operands[1][begin:end], part)
         for operand in operands[2:]:
             kernel(part, operand[begin:end], part)
-
-
-def _blocks(flats: Sequence[Flat], world: int) -> list[Array]:
-    """The blocks of all ranks, whether they are one array or several."""
-    if len(flats) > 1:
-        return [flat.elements for flat in flats]
-    whole = flats[0].elements
-    size = whole.size // world
-    return [whole[size * rank : size * (rank + 1)] for rank in range(world)]
-
-
-def no_kernel(left: Array, right: Array, out: Array) -> None:
-    """Of collectives without a reduction."""
-    raise AssertionError("a collective without a reduction reduces")
-
-
-_BLOCKS_FOR_ALL: Final = ("all_to_all", "reduce_scatter", "scatter")
-"""Collectives in which a rank puts out a block for every rank."""
-_FROM_ROOT: Final = ("broadcast", "scatter")
-_TO_ROOT: Final = ("gather", "reduce")
-
-_TAKE: Final[dict[str, Take | None]] = {
-    "all_gather": _all_gather,
-    "all_reduce": _all_reduce,
-    "all_to_all": _all_to_all,
-    "barrier": None,
-    "broadcast": _broadcast,
-    "gather": _all_gather,
-    "reduce": _all_reduce,
-    "reduce_scatter": _reduce_scatter,
-    "scatter": _scatter,
-}

@@ -1,4 +1,22 @@
-"""Where things are in the segments of a lane, and what is known of its members."""
+"""Where things are in the segments of a lane, and what is known of its members.
+
+A lane belongs to one order of operations (a tag of a group). Each member owns one segment, which only it writes and all
+others read.
+
+| in a segment | what |
+| --- | --- |
+| words, each on a cache line | issued: operations begun; published: items put out; finished: operations of which the
+member will look at nothing again; wanting: what it waits for; consumed[m]: items of member m that it needs no more |
+| records, a ring of RECORDS | of an operation: its number, its fingerprint, its first item, how many items it has; of
+an inline one its payload's length, whether results are there, and that payload, if it is short |
+| slots | longer inline payloads |
+| descriptors, a ring of DESCRIPTORS | of an item: its number, where it lies, its length, and in which segment: 0 is
+the pool; others are of arrays, PROCESS is the member's process, BY_MESSAGE says that the item comes by message |
+| the pool | the bytes of bcopy items, first in, first out |
+
+Operations without items, or carried out otherwise, take their number all the same, with their fingerprint: members
+whose operations of one number differ find out at once.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +24,19 @@ import struct
 from typing import Final, NamedTuple, TypeAlias
 
 from asyncdist.errors import RemoteProtocolError
+from asyncdist.transport.shared_memory.process_memory import RemoteBytes
 
 __all__ = [
     "ABSENT",
+    "BY_MESSAGE",
     "CONSUMED",
     "DESCRIPTOR",
     "DESCRIPTORS",
     "DESCRIPTORS_AT",
     "DESCRIPTOR_BYTES",
-    "EXPRESS_AT",
-    "EXPRESS_BYTES",
     "FINISHED",
+    "INLINE_AT",
+    "INLINE_BYTES",
     "ISSUED",
     "ITEMS",
     "LANE_HEAD_BYTES",
@@ -37,17 +57,17 @@ __all__ = [
     "SKEW_BYTES",
     "SKIPPED",
     "SLOTS",
-    "TRAVELS",
     "TURN",
+    "TURN_BYTES",
     "WANTING",
     "WIDE_SHARE",
     "WORDS_BYTES",
+    "ByMessage",
     "Differs",
     "LaneFault",
     "LaneOperation",
     "Member",
     "Needs",
-    "Travelling",
     "item_bytes",
     "pool_bytes",
     "wide_bytes",
@@ -65,7 +85,7 @@ MAX_LANE_ITEMS: Final = 1 << 20
 """Items one operation may have: chunks of a megabyte make that a terabyte."""
 RECORDS: Final = 64
 """Operations a member may be ahead of the slowest."""
-EXPRESS_BYTES: Final = 1 << 10
+INLINE_BYTES: Final = 1 << 10
 """Payload that a record itself has room for: small operations need no item, no descriptor and no pool."""
 DESCRIPTORS: Final = 1024
 """Items of a member that may be there at once."""
@@ -82,9 +102,9 @@ DESCRIPTOR: Final = struct.Struct("<QQQQ")
 DESCRIPTOR_BYTES: Final = DESCRIPTOR.size
 LENGTH_WORD, SEGMENT_WORD = 2, 3
 RECORDS_AT: Final = WORDS_BYTES
-RECORD_STRIDE: Final = 64 + EXPRESS_BYTES
+RECORD_STRIDE: Final = 64 + INLINE_BYTES
 RECORD_WORDS: Final = RECORD_STRIDE // 8
-EXPRESS_AT: Final = 64
+INLINE_AT: Final = 64
 """Where a record's payload begins in it: on a cache line of its own."""
 DESCRIPTORS_AT: Final = RECORDS_AT + RECORDS * RECORD_STRIDE
 SKEW_BYTES: Final = 64
@@ -94,13 +114,13 @@ to 512 KiB takes many times as long on AMD's Zen 3, as glibc uses `rep movsb` th
 LANE_HEAD_BYTES: Final = -(-(DESCRIPTORS_AT + DESCRIPTORS * DESCRIPTOR_BYTES) // 4096) * 4096 + SKEW_BYTES
 """Bytes of a segment before its memory for payloads."""
 SLOTS: Final = 8
-"""Wide express operations a member may be ahead of the slowest; of the longest, half as many."""
+"""Wide inline operations a member may be ahead of the slowest; of the longest, half as many."""
 WIDE_SHARE: Final = 3
-"""Of that memory, this part is for payloads of express operations that do not fit a record; the pool is the rest."""
+"""Of that memory, this part is for inline payloads that do not fit a record; the pool is the rest."""
 
 
 def wide_bytes(segment_bytes: int) -> int:
-    """Bytes in a segment, from LANE_HEAD_BYTES on, for wide express operations; the pool follows."""
+    """Bytes in a segment, from LANE_HEAD_BYTES on, for wide inline payloads; the pool follows."""
     return max(0, segment_bytes - LANE_HEAD_BYTES) // WIDE_SHARE // 4096 * 4096
 
 
@@ -114,17 +134,21 @@ def item_bytes(segment_bytes: int) -> int:
     return (WIDE_SHARE - 1) * wide_bytes(segment_bytes)
 
 
+TURN_BYTES: Final = 1 << 20
+"""Bytes copied and reduced in one turn of the loop after which nothing else is begun: some 0.2 ms, so that no callback
+holds it for a millisecond."""
+
 ROOM, TURN = 1, 2
 """Bits of `wanting`: for room in the pool, for the others to finish operations."""
 ABSENT: Final = (1 << 64) - 1
 """Length of an item that will never be: its operation was given up, and why, the members hear otherwise."""
 
 
-TRAVELS: Final = 1 << 48
-"""In place of a segment, that an item comes by message. Segments have lower numbers."""
+BY_MESSAGE: Final = 1 << 48
+"""In place of a segment: the item comes by message. Segments have lower numbers."""
 
 
-class Travelling(NamedTuple):
+class ByMessage(NamedTuple):
     """An item that comes by message."""
 
     nbytes: int
@@ -154,12 +178,12 @@ class LaneOperation:
         "ended",
         "fingerprint",
         "first",
-        "in_record",
+        "inline",
         "item_count",
-        "lent",
         "needs",
         "number",
         "published",
+        "zcopied",
     )
 
     def __init__(self, number: int, fingerprint: int, first: int, item_count: int, needs: Needs) -> None:
@@ -169,9 +193,9 @@ class LaneOperation:
         self.item_count = item_count
         self.needs = {member: items.copy() for member, items in needs.items()}
         self.begun: dict[int, tuple[int, int]] = {}  # by member that runs it too, where its items begin and end
-        self.in_record: set[int] = set()  # members whose pieces lie in their record's payload instead
+        self.inline: set[int] = set()  # members whose pieces lie in their record's payload instead
         self.published = 0
-        self.lent = 0  # items before this number were lent, if any were
+        self.zcopied = 0  # items before this number are read where they lie, if any are
         self.ended = False
 
 
@@ -183,6 +207,7 @@ class Member:
         "index",
         "issued",
         "pool",
+        "process",
         "published",
         "record_words",
         "records",
@@ -198,6 +223,7 @@ class Member:
         self.words = segment[:WORDS_BYTES].cast("Q")
         self.record_words = segment[RECORDS_AT:DESCRIPTORS_AT].cast("Q")
         self.pool = segment[LANE_HEAD_BYTES + wide_bytes(len(segment)) :]
+        self.process: RemoteBytes | None = None  # the memory of its process, once an item of it lay there
         self.issued = 0
         self.published = 0
         self.retired = 0  # operations of which nothing of it is needed any more; kept up only while some are open

@@ -1,7 +1,8 @@
-"""SharedLane: the operations of one lane under way on this rank, moved on whenever a member has moved.
+"""LaneRunner: the operations of one lane under way on this rank, moved on whenever a member has moved.
 
-Steps that publish wait for room, steps that fetch for the item. Nobody waits in line for a wake-up: whoever changes
-something that another member may wait for rings its doorbell, and every rank looks at all its operations when rung.
+Steps that publish wait for room, steps that fetch wait for the item. No rank waits in line for a wake-up: a rank that
+changes something that another member may wait for rings its doorbell, and every rank looks at all its operations when
+rung.
 """
 
 from __future__ import annotations
@@ -9,31 +10,78 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final, TypeAlias, TypeVar
+from heapq import heappop, heappush
+from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
-from asyncdist.collectives.executor.program import Program
-from asyncdist.collectives.shared.channel import BY_ITEMS, NO_NEEDS, READY, Differs, Lane
-from asyncdist.collectives.shared.inline_protocol import Express, ExpressKind, Payloads
-from asyncdist.collectives.shared.layout import EXPRESS_BYTES, RECORDS, SKIPPED, LaneFault
-from asyncdist.collectives.shared.operation import TURN_BYTES, SharedExecution, SharedPart, different
-from asyncdist.errors import CollectiveMismatchError, PeerLostError
+from asyncdist.arrays.host import Array
+from asyncdist.collectives.executor.program import FETCH, PUBLISH, Instruction, Program
+from asyncdist.collectives.executor.runner import Execution, another_length, different
+from asyncdist.collectives.shared.inline import NO_NEEDS, Inline, InlineOperation, InlineQueue
+from asyncdist.collectives.shared.items import Borrow, Items
+from asyncdist.collectives.shared.layout import SKIPPED, TURN_BYTES, ByMessage, Differs, LaneFault, LaneOperation
+from asyncdist.collectives.shared.turns import Turns
+from asyncdist.errors import CollectiveMismatchError, DistError, PeerLostError
 from asyncdist.transport.shared_memory.doorbell import Ringer
+from asyncdist.transport.shared_memory.process_memory import RemoteBytes, Unreadable
 
-__all__ = ["SharedLane"]
+__all__ = ["Exposed", "Lane", "LaneRunner", "SharedSteps"]
 
 T = TypeVar("T")
-Lend: TypeAlias = Callable[[memoryview, bool], tuple[int, int] | None]
-
-EXPRESS_NEWS: Final = 16
-"""Express operations after which those who wait for us are looked after: a fourth of how far they can be ahead."""
-EXPRESS_KINDS: Final = 32
-"""Kinds of express operations whose payloads are kept as arrays."""
 
 
-class SharedLane:
-    """One member's side of a lane: `core` is the memory, `ringers` wake the other members (None for ourselves).
+class Exposed(NamedTuple):
+    """Where all members can read a buffer of ours: from `offset` of a segment on, its runs of `least_bytes` or more."""
+
+    segment: int
+    offset: int
+    least_bytes: int = 0
+
+
+Expose: TypeAlias = Callable[[memoryview, bool], Exposed | None]
+
+ZCOPY_BYTES: Final = 64 << 10
+"""Shortest item that is read where it lies: copying a shorter one costs less than having it back."""
+
+ZCOPY_NEWS: Final = 16
+"""Zcopy items after which the others are told, the first at once: so many go out in one turn."""
+
+ZCOPY_COST_BYTES: Final = 64 << 10
+"""What a zcopy item counts as in a turn: in the time that it takes so much could be copied."""
+
+PART_BYTES: Final = 2 << 20
+"""A longer item is taken in parts, one in a turn. Shorter parts cost more: after each Python finds the processor's
+caches full of data."""
+
+READ_BYTES: Final = 512 << 10
+"""What is read of another process's memory at a time to be reduced: it is still in this core's cache then."""
+
+PIECE_BYTES: Final = 512 << 10
+"""A longer piece of an operation whose lengths its two ends alone know comes by message, if it has to be copied: it is
+cut then, so that one end copies in while the other copies out."""
+
+DONE, LATER, ELSEWHERE, NOT_THERE = range(4)
+"""What has become of a step: done; to be gone on with in a later turn; not for us to do any more, as its message, or
+news that its operation was given up, will follow; or its item is not there yet."""
+
+
+class Lane:
+    """One member's memory of a lane, in parts: the order of operations, their items, their inline payloads.
+
+    Nothing here waits or wakes anybody.
+    """
+
+    __slots__ = ("inline", "items", "turns")
+
+    def __init__(self, rank: int, segments: Sequence[memoryview], borrow: Borrow | None = None) -> None:
+        self.turns = Turns(rank, segments)
+        self.items = Items(self.turns, borrow)
+        self.inline = self.items.inline = Inline(self.turns, self.items)
+
+
+class LaneRunner:
+    """One member's side of a lane: `lane` is the memory, `ringers` wake the other members (None for ourselves).
 
     `on_fault(rank, error)` is called, once and from the loop, when a member's memory says what cannot be: nothing moves
     any more then. `on_different(number, rank)` is called, from anywhere, when a member was found to run something else
@@ -43,97 +91,57 @@ class SharedLane:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        core: Lane,
+        lane: Lane,
         ranks: Sequence[int],
         ringers: Sequence[Ringer | None],
         on_fault: Callable[[int, Exception], None],
-        lend: Lend = lambda payload, single_copy: None,
+        expose: Expose = lambda octets, single_copy: None,
         on_different: Callable[[int, int], None] = lambda number, rank: None,
     ) -> None:
-        self.core = core
-        self.lend = lend
-        """Segment and offset of a payload that all members can read where it is, else None; with `single_copy` also in
-        this process's own memory."""
+        self.lane = lane
+        self.inline = InlineQueue(self, lane)
+        self.expose = expose
+        """Where all members can read a buffer, if anywhere; with `single_copy` also in this process's own memory."""
         self.moved = 0
         """Bytes copied and reduced in this turn of the loop."""
         self.changed = False
         self.pumping = False
         """Whether `flush` will follow: what is done outside of that has to ask for a turn of its own."""
+        self.deserted: dict[int, PeerLostError] = {}
+        """Members that have left."""
+        self.ranks = ranks
+        self.ringers = ringers
+        self.others = [ringer for ringer in ringers if ringer is not None]
+        self.unbegun: deque[SharedSteps | InlineOperation] = deque()
+        self.steps: list[SharedSteps] = []
+        self.again: asyncio.Handle | None = None
+        self.closed = False
         self._on_fault = on_fault
         self._on_different = on_different
-        self._left: dict[int, PeerLostError] = {}
         self._loop = loop
-        self._ranks = ranks
-        self._ringers = ringers
-        self._others = [ringer for ringer in ringers if ringer is not None]
-        self._parts: list[SharedPart] = []
-        self._unbegun: deque[SharedPart | Express] = deque()
-        self._express: deque[Express] = deque()
-        self._payloads: dict[ExpressKind, dict[int, Payloads]] = {}
-        self._again: asyncio.Handle | None = None
-        self.closed = False
 
-    def add(
-        self, fingerprint: int, program: Program | None = None, execution: SharedExecution | None = None
-    ) -> SharedPart:
+    def add(self, fingerprint: int, program: Program | None = None, execution: Execution | None = None) -> SharedSteps:
         """Take the next place in the order, for an operation that runs here, or (without one) elsewhere or nowhere."""
-        part = SharedPart(self, fingerprint, program, execution)
-        self._unbegun.append(part)
+        steps = SharedSteps(self, fingerprint, program, execution)
+        self.unbegun.append(steps)
         self.moved = 0
         self.pumping = program is not None
         self._begin()
-        if self._left:
-            self._loop.call_soon(self._fail_deserted)
-        return part
+        if self.deserted:
+            self.soon_fail_deserted()
+        return steps
 
-    def add_express(self, operation: Express) -> None:
-        """Take the next place in the order; the operation ends in this call if the others are there already."""
-        if self._left:
-            self._loop.call_soon(self._fail_deserted)
-        self.moved = 0
-        if self._unbegun or not self._begin_express(operation):
-            self._unbegun.append(operation)
-            self.soon()
-            return
-        # Who is not the last would only wake the others to find that they have to wait on. Each looks after it has said
-        # that it is here, so at least the last one sees all.
-        try:
-            last = self.core.express_begun(operation.number)
-        except LaneFault as error:
-            self.fault(error)
-            return
-        if operation.kind.needed is not None:
-            for member in operation.wakes(last=last):
-                ringer = self._ringers[member]
-                if ringer is not None:
-                    ringer.knock()
-        elif last:
-            for ringer in self._others:
-                ringer.knock()
-        else:
-            return
-        if self._express[0] is operation:
-            self._advance_express()
+    def add_begun(self, operation: InlineOperation, program: Program, execution: Execution) -> SharedSteps:
+        """Have the first of the inline operations go on in steps; what it gives is in its payload."""
+        steps = SharedSteps(self, operation.recipe.fingerprint, program, execution, given=True)
+        steps.operation = self.inline.go_on_in_steps(operation)
+        self.steps.append(steps)
+        return steps
 
-    def add_begun(self, operation: Express, program: Program, execution: SharedExecution) -> SharedPart:
-        """Have the first of the operations in records go on in steps; what it gives is in its payload."""
-        self._express.remove(operation)
-        kind = operation.kind
-        part = SharedPart(self, kind.fingerprint, program, execution, given=True)
-        part.operation = self.core.by_items(operation.number, kind.fingerprint, program.needs)
-        self._parts.append(part)
-        return part
-
-    def drop_express(self, operation: Express) -> None:
-        """Forget an operation."""
-        if operation in self._express:
-            self._express.remove(operation)
-            if not self.closed:
-                self._retire(self.core.express_done, operation.number)
-                self.soon()
-        elif operation in self._unbegun:  # it takes its place all the same, in which nothing is to be found
-            place = SharedPart(self, SKIPPED, None, None)
-            self._unbegun[self._unbegun.index(operation)] = place
+    def skip(self, operation: InlineOperation) -> None:
+        """An operation that has not begun, if it is here, takes its place all the same, with nothing to be found."""
+        if operation in self.unbegun:
+            self.unbegun[self.unbegun.index(operation)] = SharedSteps(self, SKIPPED, None, None)
 
     def not_begun(self, number: int) -> tuple[int, ...]:
         """Members that have not begun operation `number`, or not put out their results; of -1, those that keep us from
@@ -141,261 +149,444 @@ class SharedLane:
         """
         if self.closed:
             return ()
+        turns, inline = self.lane.turns, self.inline.queue
         try:
             if number < 0:
-                return tuple(self.core.least_finished())
-            behind = self.core.behind(number)
-            if not behind and any(operation.number == number and operation.kind.folds for operation in self._express):
-                behind = self.core.without_results(number)
+                return tuple(turns.least_finished())
+            behind = turns.behind(number)
+            if not behind and any(
+                operation.number == number and operation.recipe.fold is not None for operation in inline
+            ):
+                behind = self.lane.inline.without_results(number)
             return tuple(behind)
         except LaneFault as error:
             return (error.member,)
 
     def poll(self) -> bool:
         """Look at what the members have done, and move on; whether anything was done."""
-        if self.closed or not (self._express or self._parts or self._unbegun or self.changed or self.core.waiting):
+        turns, inline = self.lane.turns, self.inline
+        if self.closed or not (inline.queue or self.steps or self.unbegun or self.changed or turns.open or turns.news):
             return False
         done = False
         self.moved = 0
-        if self._express:
-            done = self._advance_express()
+        if inline.queue:
+            done = inline.advance()
             # That these have ended is news only to who is far ahead: the loop's next turn tells it.
-            if not (self._unbegun or self._parts or (self.core.waiting and not done)):
+            if not (self.unbegun or self.steps or ((turns.open or turns.news) and not done)):
                 return done
         self.pumping = True
+        items = self.lane.items
         try:
-            self.core.retire()
-            if self.core.differences:
-                self._tell_differences()
-            if self._unbegun and self._begin():
+            for _, peer in turns.others:
+                if items.giving_up or not peer.settled:
+                    items.retire()
+                    break
+            if turns.differences:
+                self.tell_differences()
+            if self.unbegun and self._begin():
                 done = True
                 self.soon()  # the others may have begun those before us, and will not ring again
-            for part in list(self._parts):
-                done |= part.poll()
+            for steps in list(self.steps):
+                done |= steps.poll()
         except LaneFault as error:
             self.fault(error)
             done = True
         self.flush()
         return done
 
-    def look(self) -> bool:
-        """As `poll`, for whoever calls it again soon: nobody is told what has ended who is not close behind us."""
-        if not self._express or self._unbegun or self._parts or self.core.open or self.closed:
-            return self.poll()
-        self.moved = 0
-        return self._advance_express()
-
     def soon(self) -> None:
         """Poll in the loop's next turn."""
-        if self._again is None and not self.closed:
-            self._again = self._loop.call_soon(self._go_on)
+        if self.again is None and not self.closed:
+            self.again = self._loop.call_soon(self._go_on)
 
     def left(self, member: int, error: PeerLostError) -> None:
         """A member has said goodbye. What it has put out is there still; what it has not begun will never be."""
-        self._left[member] = error
-        self.core.left(member)
+        self.deserted[member] = error
+        self.lane.turns.left(member)
+        self.soon_fail_deserted()
+
+    def soon_fail_deserted(self) -> None:
+        """Fail, from the loop, what a member that has left will never begin."""
         self._loop.call_soon(self._fail_deserted)
 
     def fault(self, error: LaneFault) -> None:
         """A member's memory says what cannot be. Its pair is broken off, which ends all it takes part in."""
         if not self.closed:
             self.close()
-            self._loop.call_soon(self._on_fault, self._ranks[error.member], error)
+            self._loop.call_soon(self._on_fault, self.ranks[error.member], error)
 
     def tell(self) -> None:
         """Ring for what has changed, in the middle of a turn."""
         self.changed = False
-        for ringer in self._others:
+        for ringer in self.others:
             ringer.ring()
 
     def flush(self) -> None:
         """Ring for what has changed since the last time; go on in the loop's next turn if this one was full."""
         self.pumping = False
-        core = self.core
+        turns = self.lane.turns
         if self.changed:
-            self.changed = core.news = False
-            for ringer in self._others:
+            self.changed = turns.news = False
+            for ringer in self.others:
                 ringer.ring()
-        elif core.news:
-            core.news = False
-            for member in core.wanted_by():
-                waiting = self._ringers[member]
+        elif turns.news:
+            turns.news = False
+            for member in turns.wanted_by():
+                waiting = self.ringers[member]
                 if waiting is not None:
                     waiting.ring()
         if self.moved >= TURN_BYTES:
             self.soon()
 
-    def ended(self, part: SharedPart) -> None:
+    def ended(self, steps: SharedSteps) -> None:
         """An operation is over."""
-        if part in self._parts:
-            self._parts.remove(part)
-        if part.operation is not None and not self.closed:
-            self._retire(self.core.end, part.operation)
+        if steps in self.steps:
+            self.steps.remove(steps)
+        if steps.operation is not None and not self.closed:
+            self.retire(self.lane.items.end, steps.operation)
             if not self.pumping:
                 self.soon()
 
     def different(self, member: int) -> CollectiveMismatchError:
         """A member runs another operation in this place of the order."""
-        return different(self._ranks[member])
+        return different(self.ranks[member])
 
-    def close(self) -> None:
-        """Touch the memory no more, and have nobody take what is still lent. Idempotent."""
-        if not self.closed:
-            self.core.revoke_all()
-        self.closed = True
-        if self._again is not None:
-            self._again.cancel()
-        self._parts.clear()
-        self._unbegun.clear()
-        self._express.clear()
-        self._payloads.clear()
-
-    def _go_on(self) -> None:
-        self._again = None
-        self.poll()
-
-    def _begin(self) -> bool:
-        unbegun, done = self._unbegun, False
-        while unbegun:
-            part = unbegun[0]
-            if not isinstance(part, SharedPart):
-                if not self._begin_express(part):
-                    break
-                unbegun.popleft()
-                done = self.changed = True
-                continue
-            program = part._program
-            items, needs = (0, NO_NEEDS) if program is None else (program.items, program.needs)
-            operation = self.core.begin(part.fingerprint, items, needs)
-            if operation is None:
-                break
-            unbegun.popleft()
-            done = self.core.news = True  # who waits for others to begin as well
-            part.operation = operation
-            if part.over:
-                self._retire(self.core.end, operation)
-            else:
-                self._parts.append(part)
-        return done
-
-    def _begin_express(self, operation: Express) -> bool:
-        kind, core, nbytes = operation.kind, self.core, operation.nbytes
-        number = core.express_turn(nbytes)
-        if number < 0:
-            return False
-        if kind.pieces:
-            if nbytes:
-                operation.put(np.frombuffer(core.express_payload(number, core.rank, nbytes), np.uint8))
-        elif nbytes:
-            try:
-                payloads = self._payloads[kind][number % RECORDS]
-            except KeyError:
-                payloads = self._payloads_of(kind, number)
-            operation.payloads = payloads
-            if kind.gives:
-                operation.put(payloads.own)
-        core.express(number, kind.fingerprint, nbytes, kind.needs)
-        operation.number = number
-        self._express.append(operation)
-        return True
-
-    def _payloads_of(self, kind: ExpressKind, number: int) -> Payloads:
-        """Arrays over the payloads of operation `number`, kept for all that come to lie in its place."""
-        if kind not in self._payloads:
-            if len(self._payloads) >= EXPRESS_KINDS:
-                self._payloads.clear()
-            self._payloads[kind] = {}
-        core, needed = self.core, kind.needed
-        arrays = {
-            member: np.frombuffer(core.express_payload(number, member, kind.nbytes), kind.dtype)
-            for member in (range(len(self._ranks)) if needed is None else {*needed, core.rank})
-        }
-        operands = [arrays[member] for member in (arrays if needed is None else needed)]
-        found = self._payloads[kind][number % RECORDS] = Payloads(arrays[core.rank], operands)
-        return found
-
-    def _advance_express(self) -> bool:
-        """End express operations, in their order, as far as all members have begun them; whether any has ended."""
-        express, core = self._express, self.core
-        done = False
-        while express:
-            operation = express[0]
-            number, kind = operation.number, operation.kind
-            try:
-                if not (self._results(operation) if kind.folds else self._ready(operation)):
-                    break
-                operation.take()
-            except LaneFault as error:
-                self.fault(error)
-                return True
-            except Exception as error:
-                if isinstance(error, Differs):
-                    error = self.different(error.member)
-                operation.fail(error)
-                return True
-            express.popleft()
-            core.express_done(number, begun=kind.needed is None)
-            if core.differences:  # in this one, or in one before it: it does not end well any more
-                self._tell_differences()
-                return True
-            done = True
-            if kind.nbytes > EXPRESS_BYTES or not number % EXPRESS_NEWS:  # one may wait for the next slot already
-                self.flush()
-            elif self._again is None:  # nor may one who is far ahead wait for us while we sleep
-                self.soon()
-            self.moved += kind.nbytes * len(self._ranks)
-            operation.done()
-            if self.moved >= TURN_BYTES:
-                self.soon()
-                break
-        return done
-
-    def _ready(self, operation: Express) -> bool:
-        kind, core = operation.kind, self.core
-        if not kind.pieces:
-            return core.express_ready(operation.number, kind.fingerprint, kind.needed)
-        found = core.express_pieces(operation.number, kind.fingerprint, kind.needs)
-        if found == BY_ITEMS:
-            operation.by_items()
-            self.soon()
-        return found == READY
-
-    def _results(self, operation: Express) -> bool:
-        """Whether all results are there. Puts ours out once all payloads are."""
-        core, number = self.core, operation.number
-        if operation.folded:
-            return not core.without_results(number)
-        if not self._ready(operation):
-            return False
-        operation.fold()
-        operation.folded = True
-        if not core.express_results(number):
-            return False
-        for ringer in self._others:  # as who begins last does
-            ringer.knock()
-        return True
-
-    def _retire(self, end: Callable[[T], None], what: T) -> None:
+    def retire(self, end: Callable[[T], None], what: T) -> None:
+        """End an operation in the memory of the lane."""
         try:
             end(what)
         except LaneFault as error:
             self.fault(error)
-        if self.core.differences:
-            self._tell_differences()
+        if self.lane.turns.differences:
+            self.tell_differences()
 
-    def _tell_differences(self) -> None:
-        differences, self.core.differences = self.core.differences, []
+    def tell_differences(self) -> None:
+        """Say which members were found to run something else."""
+        turns = self.lane.turns
+        differences, turns.differences = turns.differences, []
         for number, member in differences:
-            self._on_different(number, self._ranks[member])
+            self._on_different(number, self.ranks[member])
+
+    def close(self) -> None:
+        """Touch the memory no more, and have no member take what it may still read of ours. Idempotent."""
+        if not self.closed:
+            self.lane.items.revoke_all()
+        self.closed = True
+        if self.again is not None:
+            self.again.cancel()
+        self.steps.clear()
+        self.unbegun.clear()
+        self.inline.close()
+
+    def _go_on(self) -> None:
+        self.again = None
+        self.poll()
+
+    def _begin(self) -> bool:
+        unbegun, lane, done = self.unbegun, self.lane, False
+        while unbegun:
+            steps = unbegun[0]
+            if not isinstance(steps, SharedSteps):
+                if not self.inline.begin(steps):
+                    break
+                unbegun.popleft()
+                done = self.changed = True
+                continue
+            program = steps.program
+            items, needs = (0, NO_NEEDS) if program is None else (program.items, program.needs)
+            operation = lane.items.begin(steps.fingerprint, items, needs)
+            if operation is None:
+                break
+            unbegun.popleft()
+            done = lane.turns.news = True  # who waits for others to begin as well
+            steps.operation = operation
+            if steps.over:
+                self.retire(lane.items.end, operation)
+            else:
+                self.steps.append(steps)
+        return done
 
     def _fail_deserted(self) -> None:
-        """Fail what a member that has left will never begin."""
         self.poll()  # what it has begun all others can begin as well; of that none is kept waiting here
-        for operation in [*self._express, *self._parts, *self._unbegun]:
+        for operation in [*self.inline.queue, *self.steps, *self.unbegun]:
             if self.closed:
                 return
-            number = operation.number
-            gone = [member for member in self.not_begun(number) if member in self._left] if number >= 0 else self._left
+            number, deserted = operation.number, self.deserted
+            gone = [member for member in self.not_begun(number) if member in deserted] if number >= 0 else deserted
             for member in gone:
-                operation.fail(self._left[member])
+                operation.fail(deserted[member])
                 break
+
+
+class SharedSteps:
+    """The steps of one operation that publish and fetch. Without an execution it only takes its place in the order.
+
+    `given`: whether all that its steps publish is in its record's payload already.
+    """
+
+    __slots__ = (
+        "_execution",
+        "_exposed",
+        "_fetches",
+        "_given",
+        "_holds",
+        "_publishes",
+        "_runner",
+        "_taken",
+        "fingerprint",
+        "operation",
+        "over",
+        "program",
+    )
+
+    def __init__(
+        self,
+        runner: LaneRunner,
+        fingerprint: int,
+        program: Program | None,
+        execution: Execution | None,
+        *,
+        given: bool = False,
+    ) -> None:
+        self._runner = runner
+        self.program = program
+        self._execution = execution
+        self._given = given
+        self.fingerprint = fingerprint
+        self.operation: LaneOperation | None = None
+        self.over = execution is None
+        self._exposed: dict[int, Exposed | None] = {}  # by buffer, from its first item that may be zcopy on
+        self._holds = False  # whether members may still read our buffers
+        self._publishes: deque[int] = deque()
+        self._fetches: dict[int, list[tuple[int, int]]] = {}  # by member, a heap of (item, step)
+        self._taken: dict[int, int] = {}  # by step, the bytes taken of an item of which there is more
+
+    def issue(self, index: int, step: Instruction) -> bool:
+        """Try a step; True if it is done, else `step_done` follows."""
+        runner = self._runner
+        if not runner.pumping:
+            runner.soon()
+        operation = self.operation if runner.moved < TURN_BYTES else None
+        try:
+            if step.kind == PUBLISH:
+                if self._given:
+                    return True
+                found = LATER if operation is None or self._publishes else self._publish(operation, index, step)
+                if found == LATER:
+                    self._publishes.append(index)
+                return found == DONE
+            if operation is not None:
+                found = self._fetch(operation, index, step)
+                if found in (DONE, ELSEWHERE):
+                    return found == DONE
+        except LaneFault as error:
+            runner.fault(error)
+            return False
+        except Differs as error:
+            raise runner.different(error.member) from None
+        heappush(self._fetches.setdefault(step.peer, []), (step.source, index))
+        return False
+
+    @property
+    def number(self) -> int:
+        """Its place in the order; -1 until it has begun."""
+        return -1 if self.operation is None else self.operation.number
+
+    def poll(self) -> bool:
+        """Move on as far as possible; whether anything was done. Raises LaneFault."""
+        try:
+            return self._poll()
+        except LaneFault:
+            raise
+        except Differs as error:
+            self.fail(self._runner.different(error.member))
+        except Exception as error:  # a mismatch, or a reduction of the user's own
+            self.fail(error)
+        return True
+
+    def fail(self, error: Exception) -> None:
+        """The operation cannot go on because of what a member has written."""
+        execution = self._execution
+        if execution is not None and not self.over:
+            execution.message_failed(None, error)
+
+    def end(self) -> None:
+        """The operation has ended, well or not: nothing of it is read or published any more. Idempotent."""
+        if not self.over:
+            self.over = True
+            self._execution = None
+            self._publishes.clear()
+            self._fetches.clear()
+            self._taken.clear()
+            self._exposed.clear()
+            self._runner.ended(self)
+
+    def slow_readers(self) -> set[int]:
+        """Members that keep us from publishing, or may still read our buffers."""
+        lane = self._runner.lane
+        if self.operation is None:
+            return set(lane.turns.least_finished())
+        return set(lane.items.slowest()) if self._publishes or self._holds else set()
+
+    def _poll(self) -> bool:
+        operation, program, execution = self.operation, self.program, self._execution
+        if operation is None or self.over or program is None or execution is None:
+            return False
+        instructions, runner = program.instructions, self._runner
+        items = runner.lane.items
+        done = False
+        publishes = self._publishes
+        while publishes and not self.over and runner.moved < TURN_BYTES:
+            index = publishes[0]
+            found = self._publish(operation, index, instructions[index])
+            if found == LATER:
+                break
+            publishes.popleft()
+            done = True
+            if found == DONE:
+                execution.step_done(index)
+        for waiting in list(self._fetches.values()):
+            while waiting and not self.over and runner.moved < TURN_BYTES:
+                index = waiting[0][1]
+                found = self._fetch(operation, index, instructions[index])
+                if found == NOT_THERE:
+                    break
+                done = True
+                if found == LATER:
+                    continue
+                if waiting:  # else the operation is over
+                    heappop(waiting)
+                if found == DONE:
+                    execution.step_done(index)
+        if self._holds and not self.over and operation.published == operation.item_count and items.returned(operation):
+            self._holds = False
+            done = True
+            execution.release()
+        return done
+
+    def _publish(self, operation: LaneOperation, index: int, step: Instruction) -> int:
+        """Put out an item if it is its turn and there is room; says what has become of it."""
+        execution, program, runner = self._execution, self.program, self._runner
+        assert execution is not None
+        assert program is not None
+        buffer, items, found = execution.buffers[step.buffer], runner.lane.items, DONE
+        whole = buffer.whole
+        if whole is None:
+            whole, begin, end = buffer.run(step.start, step.stop)
+        else:
+            begin, end = step.start * execution.itemsize, step.stop * execution.itemsize
+        length = end - begin
+        exposed = None
+        if step.left and length >= ZCOPY_BYTES:
+            try:
+                exposed = self._exposed[id(whole)]
+            except KeyError:
+                exposed = self._exposed[id(whole)] = runner.expose(whole, program.single_copy)
+        if exposed is not None and length >= exposed.least_bytes:
+            if not items.zcopy(operation, exposed.segment, exposed.offset + begin, length):
+                return LATER
+            runner.moved += ZCOPY_COST_BYTES
+            runner.changed = True
+            if operation.published % ZCOPY_NEWS == 1:
+                runner.tell()
+            if not self._holds:
+                self._holds = True
+                execution.hold()
+        elif program.whole and length > PIECE_BYTES:
+            if not items.by_message(operation, length):
+                return LATER
+            found = DONE if execution.send(index, step) else ELSEWHERE
+            runner.changed = True
+        elif items.bcopy(operation, whole[begin:end]):
+            runner.moved += length
+            runner.changed = True
+        else:
+            return LATER
+        if self._holds and operation.published == operation.item_count and items.returned(operation):
+            runner.soon()
+        return found
+
+    def _fetch(self, operation: LaneOperation, index: int, step: Instruction) -> int:
+        """Take what this turn has room for of an item, if it is there; says what has become of it."""
+        execution, runner = self._execution, self._runner
+        assert execution is not None
+        assert self.program is not None
+        items = runner.lane.items
+        if step.source >= items.available(operation, step.peer):
+            return NOT_THERE
+        item = items.item(operation, step.peer, step.source)
+        if item is None:
+            return ELSEWHERE
+        if isinstance(item, ByMessage):
+            return self._receive(operation, index, step, item)
+        array, itemsize = execution.buffers[step.buffer].array, execution.itemsize
+        if array is None:
+            target = execution.buffers[step.buffer].elements(step.start, step.stop)
+        else:
+            target = array[step.start : step.stop]
+        begin, nbytes, size = self._taken.pop(index, 0) if self._taken else 0, target.nbytes, item.nbytes
+        offset = begin
+        if self.program.whole:
+            if size != nbytes:
+                raise another_length(runner.ranks[step.peer], size, nbytes)
+        else:
+            offset += step.source_start * itemsize
+            if size < step.source_stop * itemsize:
+                raise runner.different(step.peer)
+        end = nbytes
+        if nbytes - begin > PART_BYTES:
+            end = begin + max(1, PART_BYTES // itemsize) * itemsize
+        if end - begin < nbytes:
+            target = target[begin // itemsize : end // itemsize]
+        try:
+            if isinstance(item, RemoteBytes):
+                if step.kind == FETCH:
+                    item.read(offset, target)
+                else:
+                    self._reduce_remote(execution, item, offset, target, step.left)
+            elif step.kind == FETCH:
+                target[...] = np.frombuffer(item, target.dtype, target.size, offset)
+            else:
+                execution.reduce(np.frombuffer(item, target.dtype, target.size, offset), target, step.left)
+        except Unreadable as error:
+            items.borrowed = False
+            if error.gone or not items.intact(operation, step.peer, step.source):
+                return ELSEWHERE
+            raise DistError(f"of rank {runner.ranks[step.peer]}, {error}") from None
+        if items.borrowed:
+            items.borrowed = False
+            if not items.intact(operation, step.peer, step.source):
+                return ELSEWHERE  # given up, and its memory may have changed under our hands
+        runner.moved += end - begin
+        if end < nbytes:
+            self._taken[index] = end
+            return LATER
+        items.consumed(operation, step.peer, step.source)
+        return DONE
+
+    def _reduce_remote(self, execution: Execution, item: RemoteBytes, offset: int, target: Array, left: bool) -> None:
+        """Reduce what only the kernel can read, a part at a time."""
+        itemsize, kernel = execution.itemsize, execution.kernel
+        assert kernel is not None, "a plan that reduces was given no reduction"
+        length = max(1, READ_BYTES // itemsize)
+        staging = execution.pool.take(min(length, target.size) * itemsize)
+        try:
+            for start in range(0, target.size, length):
+                part = target[start : start + length]
+                source = staging[: part.nbytes].view(part.dtype)
+                item.read(offset + start * itemsize, source)
+                if left:
+                    kernel(source, part, part)
+                else:
+                    kernel(part, source, part)
+        finally:
+            execution.pool.give(staging)
+
+    def _receive(self, operation: LaneOperation, index: int, step: Instruction, item: ByMessage) -> int:
+        execution, program = self._execution, self.program
+        assert execution is not None
+        if program is None or not program.whole:
+            raise LaneFault(step.peer, "an item comes by message, in an operation without messages")
+        found = DONE if execution.receive(index, step, item.nbytes) else ELSEWHERE
+        self._runner.lane.items.consumed(operation, step.peer, step.source)
+        return found

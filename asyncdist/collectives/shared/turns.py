@@ -1,4 +1,4 @@
-"""LaneOrder: which operations of a lane each member has begun and finished, and who waits for whom to go on.
+"""Turns: which operations of a lane each member has begun and finished, and who waits for whom to go on.
 
 The part of a lane that does not depend on how data travels: operations are numbered in the order in which every member
 begins them, and none may be more than RECORDS ahead of the slowest.
@@ -31,59 +31,65 @@ from asyncdist.collectives.shared.layout import (
     LaneOperation,
     Member,
 )
-from asyncdist.transport.shared_memory.fence import fence, order
+from asyncdist.transport.shared_memory.fence import ORDERED, fence, order
 
-__all__ = ["LaneOrder"]
+__all__ = ["Turns"]
 
 
-class LaneOrder:
+class Turns:
     """One member's side. `segments` are all members' in the order of the group, our own writable, each longer than
     LANE_HEAD_BYTES.
     """
 
     __slots__ = (
-        "_finished_seen",
-        "_heeded",
-        "_members",
-        "_next_item",
-        "_others",
-        "_own",
-        "_own_records",
-        "_own_words",
-        "_wanting",
         "differences",
         "finished",
+        "finished_seen",
+        "heeded",
         "issued",
+        "members",
         "news",
+        "next_item",
         "open",
+        "others",
+        "own",
+        "own_records",
+        "own_words",
         "rank",
+        "wanting",
     )
 
     def __init__(self, rank: int, segments: Sequence[memoryview]) -> None:
         if not 2 <= len(segments) <= MAX_LANE_RANKS:
             raise ValueError(f"a lane has 2 to {MAX_LANE_RANKS} members, not {len(segments)}")
         self.rank = rank
-        self._own = segments[rank]
-        self._own_words = self._own[:WORDS_BYTES].cast("Q")
-        self._own_records = self._own[RECORDS_AT:DESCRIPTORS_AT].cast("Q")
-        self._members = [None if index == rank else Member(index, segment) for index, segment in enumerate(segments)]
-        self._others = [(index, member) for index, member in enumerate(self._members) if member is not None]
-        self._heeded = self._others  # all but those that have left
+        self.own = segments[rank]
+        self.own_words = self.own[:WORDS_BYTES].cast("Q")
+        self.own_records = self.own[RECORDS_AT:DESCRIPTORS_AT].cast("Q")
+        self.members = [None if index == rank else Member(index, segment) for index, segment in enumerate(segments)]
+        self.others = [(index, member) for index, member in enumerate(self.members) if member is not None]
+        self.heeded = self.others  # all but those that have left
         self.issued = 0
-        self._next_item = 0
+        self.next_item = 0
         self.open: dict[int, LaneOperation] = {}
         """Begun, and somebody's part in it not retired."""
-        self._wanting = 0
-        self._finished_seen = 0
+        self.wanting = 0
+        self.finished_seen = 0
         self.finished = 0
         self.news = False
         """Something was consumed or finished that another member may wait for; to be reset by the caller."""
         self.differences: list[tuple[int, int]] = []
         """Operation and member, where a member was found to run something else; to be emptied by the caller."""
 
+    def least_finished(self) -> list[int]:
+        """Members that have finished the fewest operations."""
+        finished = {index: peer.words[FINISHED] for index, peer in self.others}
+        least = min(finished.values())
+        return [index for index, count in finished.items() if count == least]
+
     def left(self, member: int) -> None:
         """A member has left: what it has not read nobody keeps for it."""
-        self._heeded = [(index, peer) for index, peer in self._heeded if index != member]
+        self.heeded = [(index, peer) for index, peer in self.heeded if index != member]
 
     @property
     def waiting(self) -> bool:
@@ -92,7 +98,7 @@ class LaneOrder:
 
     def behind(self, number: int) -> list[int]:
         """Members that have not begun operation `number`."""
-        return [index for index, peer in self._others if not self._look_for(peer, number)]
+        return [index for index, peer in self.others if not self.look_for(peer, number)]
 
     def wanted_by(self) -> list[int]:
         """Members that wait for room, or for us to catch up: all of them where one waits for all to catch up.
@@ -101,13 +107,13 @@ class LaneOrder:
         """
         fence()
         wanted = 0
-        for _, peer in self._others:
+        for _, peer in self.others:
             wanted |= peer.words[WANTING]
         if not wanted:
             return []
-        return [index for index, peer in self._others if wanted & TURN or peer.words[WANTING]]
+        return [index for index, peer in self.others if wanted & TURN or peer.words[WANTING]]
 
-    def _look_for(self, peer: Member, number: int) -> bool:
+    def look_for(self, peer: Member, number: int) -> bool:
         """Whether `peer` has begun operation `number`, by what it says now."""
         issued = peer.words[ISSUED]
         if issued != peer.issued:
@@ -116,45 +122,44 @@ class LaneOrder:
             peer.issued = issued
         return issued > number
 
-    def _catch_up(self, number: int, ahead: int = RECORDS) -> bool:
+    def catch_up(self, number: int, ahead: int = RECORDS) -> bool:
         """Whether every member has finished enough for us to begin operation `number`, less than `ahead` of it."""
         for _ in range(2):
             self._look_who_finished(number)
-            if number - self._finished_seen < ahead:
-                self._content(TURN)
+            if number - self.finished_seen < ahead:
+                self.content(TURN)
                 return True
-            self._want(TURN)
+            self.want(TURN)
         return False
 
     def _look_who_finished(self, number: int) -> None:
         """Take note of how many operations every member has finished; all before `number` if none is left."""
-        for _, member in self._heeded:
+        for _, member in self.heeded:
             finished = member.words[FINISHED]
             if finished < number:
                 number = finished
-        self._finished_seen = number
+        self.finished_seen = number
 
-    # -- inside
-
-    def _add(self, operation: LaneOperation) -> None:
+    def add(self, operation: LaneOperation) -> None:
         """Look after `operation` until nobody's part in it is needed any more."""
         if not self.open:
-            for _, peer in self._others:
+            for _, peer in self.others:
                 peer.retired = self.finished
         self.open[operation.number] = operation
 
-    def _finish(self) -> None:
-        oldest = min(peer.retired for _, peer in self._others)
+    def finish(self) -> None:
+        oldest = min(peer.retired for _, peer in self.others)
         if oldest > self.finished:
             for number in range(self.finished, oldest):
                 self.open.pop(number, None)
-            order()  # read before we say so
-            self.finished = self._own_words[FINISHED] = oldest
+            if not ORDERED:
+                order()  # read before we say so
+            self.finished = self.own_words[FINISHED] = oldest
             self.news = True
 
-    def _begun(self, peer: Member, operation: LaneOperation) -> tuple[int, int] | None:
+    def look_up_items(self, peer: Member, operation: LaneOperation) -> tuple[int, int] | None:
         """Where the items of `peer` in `operation` begin and end; None if it has not begun it, or skips it."""
-        found = self._look_up(peer, operation.number)
+        found = self.look_up(peer, operation.number)
         if found is None:
             return None
         at = RECORDS_AT + operation.number % RECORDS * RECORD_STRIDE
@@ -166,38 +171,39 @@ class LaneOrder:
         known = operation.begun[peer.index] = found[0], found[0] + found[1]
         return known
 
-    def _look_up(self, peer: Member, number: int) -> tuple[int, int] | None:
+    def look_up(self, peer: Member, number: int) -> tuple[int, int] | None:
         """First item and number of items of `peer` in operation `number`; None if it has not begun it."""
         found = peer.records.get(number)
         if found is not None:
             return found
         if number >= peer.issued:
-            if not self._look_for(peer, number):
+            if not self.look_for(peer, number):
                 return None
-            order()  # the count before the record
+            if not ORDERED:
+                order()  # the count before the record
         at = RECORDS_AT + number % RECORDS * RECORD_STRIDE
         theirs, fingerprint, first, count, _payload = RECORD.unpack_from(peer.segment, at)
         if theirs != number or count > MAX_LANE_ITEMS or first >= 1 << 62:
             raise LaneFault(peer.index, f"operation {theirs} ({count} items) is described in place of {number}")
-        if fingerprint != self._own_records[number % RECORDS * RECORD_WORDS + 1]:
-            self._note(number, peer.index, fingerprint)
+        if fingerprint != self.own_records[number % RECORDS * RECORD_WORDS + 1]:
+            self.note(number, peer.index, fingerprint)
         peer.records[number] = first, count
         return first, count
 
-    def _note(self, number: int, member: int, fingerprint: int) -> None:
+    def note(self, number: int, member: int, fingerprint: int) -> None:
         """A member has begun `number` with another fingerprint than ours."""
-        if SKIPPED not in (fingerprint, self._own_records[number % RECORDS * RECORD_WORDS + 1]):
+        if SKIPPED not in (fingerprint, self.own_records[number % RECORDS * RECORD_WORDS + 1]):
             self.differences.append((number, member))
 
-    def _want(self, what: int) -> None:
+    def want(self, what: int) -> None:
         """From now on the others say when they have consumed (ROOM) or finished (TURN) something."""
-        if not self._wanting & what:
-            self._wanting |= what
-            self._own_words[WANTING] = self._wanting
+        if not self.wanting & what:
+            self.wanting |= what
+            self.own_words[WANTING] = self.wanting
         fence()  # before looking once more
 
-    def _content(self, what: int) -> None:
+    def content(self, what: int) -> None:
         """What we waited for has come: nobody need say more."""
-        if self._wanting & what:
-            self._wanting &= ~what
-            self._own_words[WANTING] = self._wanting
+        if self.wanting & what:
+            self.wanting &= ~what
+            self.own_words[WANTING] = self.wanting

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from asyncdist.arrays.reduce_op import PremulSum
 from asyncdist.collectives.arguments.call import Call
 from asyncdist.collectives.backend import CollectiveWork
-from asyncdist.collectives.shared.operation import different
+from asyncdist.collectives.executor.runner import different
 from asyncdist.cuda.interface import Event, Stream
 from asyncdist.errors import CollectiveMismatchError
 from asyncdist.gpu.ipc.plan import Chunk, Move, Stage, chunks

@@ -23,7 +23,7 @@ from asyncdist.arrays.reduce_op import ReduceOp
 from asyncdist.collectives.arguments import call as calls
 from asyncdist.collectives.arguments.call import Call
 from asyncdist.collectives.backend import CollectiveWork
-from asyncdist.collectives.host.backend import AioBackend
+from asyncdist.collectives.host.backend import HostBackend
 from asyncdist.cuda.interface import Pinned, Runtime, Stream
 from asyncdist.gpu.path import OnEnd, Surroundings
 from asyncdist.gpu.staged.plan import Portion, host_call, portions, rounds_of
@@ -353,14 +353,14 @@ def backend_name(tag: int) -> str:
     return f"staged {tag}"
 
 
-def drop_unbegun(around: Surroundings, backend: AioBackend, sequence: int) -> None:
+def drop_unbegun(around: Surroundings, backend: HostBackend, sequence: int) -> None:
     """Forget an operation that was not begun here, and what others may have begun of it."""
     for number in range(BUFFERS + 1):
         backend.drop(sequence, number)
     _drop_parked(around, backend, sequence)
 
 
-def _drop_parked(around: Surroundings, backend: AioBackend, sequence: int) -> None:
+def _drop_parked(around: Surroundings, backend: HostBackend, sequence: int) -> None:
     """Forget parts that have come of a dropped operation: a rank that only sends gets further ahead than BUFFERS."""
     keys: list[bytes] = []
     operation = key_prefix(backend.group_id, sequence, 0)[:OPERATION_BYTES]

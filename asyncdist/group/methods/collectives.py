@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from asyncdist.arrays.reduce_op import ReduceOp, ReduceOpLike
-from asyncdist.collectives.arguments import call, exchange, scan
+from asyncdist.collectives.arguments import call, exchange
 from asyncdist.concurrency.deadline import INHERIT, Timeout, timeout_seconds
 from asyncdist.group.deadlines import MONITORED_BARRIER, PROBE_S
 from asyncdist.group.methods.issuer import Issuer
@@ -194,13 +194,13 @@ class Scans(Issuer):
         self, tensor: Any, op: ReduceOpLike = ReduceOp.SUM, *, tag: int = 0, timeout: Timeout = INHERIT
     ) -> Work[Any]:
         """Reduce the `tensor` (any shape, equal on all ranks) of ranks 0 to r into rank r's. The result is `tensor`."""
-        return self._collective("scan", tag, timeout, scan.scan, tensor, op)
+        return self._collective("scan", tag, timeout, call.scan, tensor, op)
 
     def exscan(
         self, tensor: Any, op: ReduceOpLike = ReduceOp.SUM, *, tag: int = 0, timeout: Timeout = INHERIT
     ) -> Work[Any]:
         """Reduce the `tensor` of ranks 0 to r - 1 into rank r's; rank 0's stays as it is. The result is `tensor`."""
-        return self._collective("exscan", tag, timeout, scan.exscan, tensor, op, self.rank)
+        return self._collective("exscan", tag, timeout, call.exscan, tensor, op, self.rank)
 
 
 VERDICT_S: Final = 2 * PROBE_S

@@ -15,7 +15,7 @@ from typing import Final
 
 from asyncdist.concurrency.spin import Pending
 from asyncdist.transport.fork import SocketSet
-from asyncdist.transport.shared_memory.fence import RECHECK_S, fence
+from asyncdist.transport.shared_memory.fence import ORDERED, PAIR, RECHECK_S, fence
 from asyncdist.transport.shared_memory.segment import PAGE_BYTES, AttachedSegment, Segment
 
 __all__ = ["Doorbell", "Ringer"]
@@ -155,7 +155,12 @@ class Ringer:
 
     def ring(self) -> None:
         """Wake the peer if it sleeps; what it is to see must be in place."""
-        fence()  # that, before this look: either we see it asleep, or it sees what is there
+        # That, before this look: either we see it asleep, or it sees what is there. A fence, without its call.
+        with PAIR:
+            pass
+        if not ORDERED:
+            with PAIR:
+                pass
         if self._eventfd >= 0 and self._words[_ASLEEP]:
             self.knock()
 

@@ -29,13 +29,15 @@ import os
 import threading
 from typing import Final
 
-__all__ = ["ORDERED", "RECHECK_S", "fence", "order"]
+__all__ = ["ORDERED", "PAIR", "RECHECK_S", "fence", "order"]
 
 RECHECK_S: Final = 0.25
 """A sleeper looks at shared memory this often by itself: a wake-up that got lost costs this much instead of a hang."""
 
-_lock = threading.Lock()
-_acquire, _release = _lock.acquire, _lock.release
+PAIR: Final = threading.Lock()
+"""Taken and given back, one pair: where nanoseconds count, `with PAIR` spares the call of `fence`."""
+
+_acquire, _release = PAIR.acquire, PAIR.release
 
 
 def _one_pair() -> None:

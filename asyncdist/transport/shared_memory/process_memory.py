@@ -114,15 +114,19 @@ class ProcessMemory:
 class RemoteBytes:
     """`nbytes` at `address` of another process's memory."""
 
-    __slots__ = ("_address", "_memory", "_nbytes")
+    __slots__ = ("_address", "_memory", "nbytes")
 
     def __init__(self, memory: ProcessMemory, address: int, nbytes: int) -> None:
         self._memory = memory
         self._address = address
-        self._nbytes = nbytes
+        self.nbytes = nbytes
 
     def __len__(self) -> int:
-        return self._nbytes
+        return self.nbytes
+
+    def part(self, start: int, nbytes: int) -> RemoteBytes:
+        """`nbytes` of them, from byte `start` on."""
+        return RemoteBytes(self._memory, self._address + start, nbytes)
 
     def read(self, start: int, target: np.ndarray[Any, Any]) -> None:
         """Fill `target`, a contiguous array, with what begins at byte `start`. Raises Unreadable."""

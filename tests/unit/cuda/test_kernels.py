@@ -14,7 +14,7 @@ import pytest
 from cuda_check_tools import equal, every_dtype, operands
 
 from asyncdist.arrays.reduce_op import PremulSum, ReduceOp
-from asyncdist.collectives.executor.reduction import finish, kernel, prepare, validate
+from asyncdist.arrays.reduction import finish, kernel, prepare, validate
 from asyncdist.cuda.kernels import reduce_source, scale_source
 
 COUNT = 5003

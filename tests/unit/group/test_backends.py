@@ -16,7 +16,7 @@ from asyncdist.testing import run_world
 
 def test_backends_have_names_and_can_be_registered() -> None:
     from asyncdist.collectives.backend import GroupBackend, parse_backend
-    from asyncdist.collectives.host.backend import AioBackend
+    from asyncdist.collectives.host.backend import HostBackend
 
     assert parse_backend(None) == parse_backend("cpu:aio") == ("aio", None)
     assert parse_backend("Gloo") == parse_backend("cpu:gloo,cuda:aio") == ("aio", "aio")
@@ -36,7 +36,7 @@ def test_backends_have_names_and_can_be_registered() -> None:
     started: list[str] = []
 
     def factory(mesh: Any, group_id: int, ranks: tuple[int, ...], rank: int) -> GroupBackend:
-        class Counting(AioBackend):
+        class Counting(HostBackend):
             def start(self, call: Any, *arguments: Any) -> None:
                 started.append(call.collective)
                 super().start(call, *arguments)

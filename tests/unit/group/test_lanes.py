@@ -23,8 +23,7 @@ import asyncdist as dist
 from asyncdist.arrays.reduce_op import PremulSum
 from asyncdist.collectives.arguments import call
 from asyncdist.collectives.shared.agreement import Lanes
-from asyncdist.collectives.shared.channel import LANE_HEAD_BYTES
-from asyncdist.collectives.shared.layout import SKEW_BYTES
+from asyncdist.collectives.shared.layout import LANE_HEAD_BYTES, SKEW_BYTES
 from asyncdist.transport.host_memory import HostMemory
 from asyncdist.transport.shared_memory import doorbell
 
@@ -247,8 +246,8 @@ async def test_memory_that_says_what_cannot_be_loses_its_rank() -> None:
         assert lane is not None
         await group.barrier(tag=9)
         if group.rank == 1:
-            lane.core._own_words[0] = 1 << 40
-            for ringer in lane._others:
+            lane.lane.turns.own_words[0] = 1 << 40
+            for ringer in lane.others:
                 ringer.ring()
             await eventually(lambda: group._core._aborted)
             return
@@ -449,3 +448,21 @@ async def test_who_shares_no_segment_that_makes_a_lane_is_lost_to_all(
             assert error.rank == 1
 
     await run_ranks(3, main)
+
+
+async def test_tags_that_are_used_once_cost_no_memory_and_no_agreement() -> None:
+    async def main(group: Group) -> None:
+        await total(group)
+        lanes = group._core._backend._lanes  # type: ignore[attr-defined]
+        for tag in range(1, 30):
+            await total(group, tag=tag)
+        assert list(lanes._tags) == [0]
+        for _ in range(2):
+            await total(group, tag=29)
+        assert lane_of(group, 29) is not None
+        works = [group.all_reduce(np.ones(1000), tag=30) for _ in range(6)]  # the first of them by messages
+        for work in works:
+            await work
+        assert lane_of(group, 30) is not None
+
+    await run_ranks(2, main)

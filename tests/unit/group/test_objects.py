@@ -14,7 +14,7 @@ import asyncdist as dist
 from asyncdist.arrays.host import encode_meta
 from asyncdist.arrays.objects import OBJECT_META
 from asyncdist.collectives.arguments import items as call_items
-from asyncdist.collectives.executor.items import Item
+from asyncdist.collectives.arguments.items import Item
 from asyncdist.testing import SimulatedWorld, run_world
 
 

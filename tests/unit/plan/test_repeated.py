@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from asyncdist.collectives.executor.program import Program
-from asyncdist.collectives.executor.waiting import Waiting
+from asyncdist.collectives.executor.program import Program, Waiting
 from asyncdist.plan.algorithms.registry import SHARED_ALGORITHMS, build
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, PRIVATE_COLLECTIVES, Problem

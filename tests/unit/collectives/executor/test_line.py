@@ -10,9 +10,8 @@ from turns import Loop
 
 from asyncdist.collectives.executor.buffers import NO_BUFFER, FlatBuffer
 from asyncdist.collectives.executor.program import Program
-from asyncdist.collectives.executor.runner import Execution
+from asyncdist.collectives.executor.runner import SLICE_BYTES, Execution
 from asyncdist.collectives.executor.scratch import ScratchPool
-from asyncdist.collectives.executor.sliced import SLICE_BYTES
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.steps import Buffer, Slice
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asyncdist.arrays import reduction
 from asyncdist.arrays.device import DeviceArray
 from asyncdist.arrays.reduce_op import PremulSum, ReduceOp
 from asyncdist.collectives.arguments import call as calls
 from asyncdist.collectives.arguments import exchange as call_exchange
 from asyncdist.collectives.arguments.call import Call
-from asyncdist.collectives.executor import reduction
 from asyncdist.gpu.ipc.plan import ALIGN_BYTES, CALLERS, Chunk, Combine, Move, Place, chunks, is_small
 
 SLOT_BYTES = 4096

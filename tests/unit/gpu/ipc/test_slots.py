@@ -18,7 +18,7 @@ from device_paths_kit import Driver, PathRank, run_ranks
 
 from asyncdist.arrays.reduce_op import ReduceOp
 from asyncdist.collectives.arguments import call as calls
-from asyncdist.collectives.arguments.members import coalesced
+from asyncdist.collectives.arguments.call import coalesced
 from asyncdist.gpu import cuda_events
 from asyncdist.gpu.ipc import scratch as ipc_scratch
 from asyncdist.gpu.ipc.channel import STREAMS

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from plan_interpreter import check_results, run
 
-from asyncdist.collectives.shared.channel import MAX_LANE_RANKS
-from asyncdist.collectives.shared.pool import ItemPool
+from asyncdist.collectives.shared.items import Pool
+from asyncdist.collectives.shared.layout import MAX_LANE_RANKS
 from asyncdist.plan.algorithms import shared_reduce
 from asyncdist.plan.algorithms.registry import (
     ALGORITHMS,
@@ -214,7 +214,7 @@ def test_a_lane_has_room_for_items_of_the_largest_length(outstanding):
     assert largest >= size // (outstanding + 1) - 64
     rng = random.Random(outstanding)
     for most in (largest, max(1, largest // 3)):
-        pool = ItemPool(size, 64)
+        pool = Pool(size, 64)
         freed = 0
         for number in range(4000):
             if len(pool.items) == outstanding or rng.random() < 0.3:
@@ -229,7 +229,7 @@ def test_a_lane_has_room_for_items_of_the_largest_length(outstanding):
 def test_the_largest_item_is_about_the_largest_that_fits():
     """A third one of twice the length has no room, where two lie there."""
     largest = largest_item_bytes(4096, 2)
-    pool = ItemPool(4096, 64)
+    pool = Pool(4096, 64)
     for number in range(2):
         pool.add(number, pool.place(largest), largest)
     pool.free(1)

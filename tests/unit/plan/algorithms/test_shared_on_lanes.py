@@ -14,7 +14,8 @@ import pytest
 from plan_interpreter import UNDEFINED, check_results, data
 
 from asyncdist.collectives.executor.program import Program
-from asyncdist.collectives.shared.channel import LANE_HEAD_BYTES, Lane
+from asyncdist.collectives.shared.layout import LANE_HEAD_BYTES
+from asyncdist.collectives.shared.runner import Lane
 from asyncdist.plan.algorithms.registry import SHARED_ALGORITHMS, build, ordered_algorithms
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, IN_PLACE, PRIVATE_COLLECTIVES, Problem
 from asyncdist.plan.proof.cases import exchange_problems, private_problems
@@ -43,7 +44,7 @@ class Member:
         if plan.collective in PRIVATE_COLLECTIVES and self.world.rng.random() < 0.5:
             operation = part.give(number, program.needs)
         else:
-            operation = self.lane.begin(number, program.items, program.needs)
+            operation = self.lane.items.begin(number, program.items, program.needs)
         if operation is None:
             return False
         part.operation = operation
@@ -55,14 +56,14 @@ class Member:
         """Take one step that is possible, or tell what others may wait for; whether there was any."""
         if self.unbegun and len(self.parts) < self.world.depth and self.begin():
             return True
-        self.lane.retire()
-        if self.lane.news:
-            self.lane.news = False
+        self.lane.items.retire()
+        if self.lane.turns.news:
+            self.lane.turns.news = False
             return True
         for number in rng.sample(sorted(self.parts), len(self.parts)):
             part = self.parts[number]
             if not part.left:
-                self.lane.end(part.operation)
+                self.lane.items.end(part.operation)
                 self.world.results[number][self.rank] = part.memory[Buffer.OUTPUT]
                 del self.parts[number]
                 return True
@@ -95,28 +96,28 @@ class Part:
             bounds.append(bounds[0] + len(payload))
         payload[:0] = b"".join(bound.to_bytes(4, "little") for bound in bounds)
         length = len(payload) if pieces else 0
-        if lane.express_turn(length) != lane.issued:
+        if lane.inline.turn(length) != lane.turns.issued:
             return None
-        lane.express_payload(lane.issued, lane.rank, length)[:] = payload[:length]
-        lane.express(lane.issued, number, length, needs)
+        lane.inline.payload(lane.turns.issued, lane.turns.rank, length)[:] = payload[:length]
+        lane.inline.publish(lane.turns.issued, number, length, needs)
         self.given = True
-        return lane.by_items(lane.issued - 1, number, needs)
+        return lane.items.in_steps(lane.turns.issued - 1, number, needs)
 
     def take(self, index):
         step, lane = self.plan.steps[index], self.member.lane
         if not self.left.isdisjoint(step.after):
             return False
         if isinstance(step, Publish):
-            if not self.given and not lane.publish(
+            if not self.given and not lane.items.bcopy(
                 self.operation, memoryview(self.member.world.packed(self.read(step.source)))
             ):
                 return False
         elif isinstance(step, Fetch | FetchReduce):
-            if step.item >= lane.available(self.operation, step.peer):
+            if step.item >= lane.items.available(self.operation, step.peer):
                 return False
-            values = self.member.world.unpacked(lane.item(self.operation, step.peer, step.item))[step.offset :]
+            values = self.member.world.unpacked(lane.items.item(self.operation, step.peer, step.item))[step.offset :]
             self.write(step, values[: step.target.length], isinstance(step, FetchReduce) and step.item_left)
-            lane.consumed(self.operation, step.peer, step.item)
+            lane.items.consumed(self.operation, step.peer, step.item)
         else:
             self.write(step, self.read(step.source), isinstance(step, Reduce) and step.source_left)
         self.left.remove(index)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from asyncdist.arrays.reduce_op import ReduceOp
-from asyncdist.collectives.executor.reduction import finish, kernel, prepare, validate
+from asyncdist.arrays.reduction import finish, kernel, prepare, validate
 
 INTEGERS = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
 FLOATS = ["float16", "float32", "float64", "longdouble"]

@@ -1,4 +1,4 @@
-"""Collectives that go through the records of a lane: right in every form, and theirs are the sizes up to a limit."""
+"""Collectives that go inline through a lane: right in every form, and theirs are the sizes up to a limit."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from socket_world import LIMIT_S, run_ranks
 
 import asyncdist as dist
 from asyncdist.arrays.reduce_op import ReduceOp
-from asyncdist.collectives.host.backend import AioBackend
-from asyncdist.collectives.shared.layout import EXPRESS_BYTES, RECORDS
+from asyncdist.collectives.host.backend import HostBackend
+from asyncdist.collectives.shared.inline import InlineQueue
+from asyncdist.collectives.shared.layout import INLINE_BYTES, RECORDS
 from asyncdist.plan.records import PAYLOAD_SHARE, USUAL_LANE
 from asyncdist.transport.shared_memory import doorbell
 
@@ -31,16 +32,16 @@ def no_second_look(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 LARGEST = USUAL_LANE.nbytes // PAYLOAD_SHARE
-LENGTHS = (1, EXPRESS_BYTES // 24, EXPRESS_BYTES // 24 + 1, LARGEST // 24)
+LENGTHS = (1, INLINE_BYTES // 24, INLINE_BYTES // 24 + 1, LARGEST // 24)
 """Elements of a block, of 8 bytes: three blocks fit a record, or just do not, or fit a payload."""
 
 
-def express(group: Group, collective: str) -> list[bool]:
-    """Of all kinds of one collective so far, in order: whether they went by records."""
+def went_inline(group: Group, collective: str) -> list[bool]:
+    """Of all kinds of one collective so far, in order: whether they went inline."""
     backend = group._core._backend
-    assert isinstance(backend, AioBackend)
+    assert isinstance(backend, HostBackend)
     recipes = [recipe for (key, lane), recipe in backend._recipes.items() if key[0] == collective and lane.nbytes]
-    return [recipe.express is not None for recipe in recipes]
+    return [recipe.inline is not None for recipe in recipes]
 
 
 @functools.cache
@@ -163,7 +164,7 @@ FORMS: dict[str, Callable[[Group, int], Awaitable[None]]] = {
 async def test_all_forms_are_right(collective: str, length: int) -> None:
     async def main(group: Group) -> None:
         await FORMS[collective](group, length)
-        kinds = express(group, collective)
+        kinds = went_inline(group, collective)
         assert kinds
         assert all(kinds)
 
@@ -189,14 +190,15 @@ async def test_vectors_are_reduced_in_parts_of_which_each_rank_has_one(world: in
         for number, work in enumerate(works):
             wanted = sum(of_rank(rank, length, number) for rank in range(group.size))
             assert (await work == wanted).all()
-        kinds = [recipe.express for recipe in group._core._backend._recipes.values() if recipe.express is not None]  # type: ignore[attr-defined]
-        assert any(kind.folds for kind in kinds)
+        kinds = [recipe.inline for recipe in group._core._backend._recipes.values() if recipe.inline is not None]  # type: ignore[attr-defined]
+        assert any(kind.fold for kind in kinds)
 
     await run_ranks(world, main)
 
 
-async def test_who_has_not_put_out_its_result_is_waited_for() -> None:
+async def test_who_has_not_put_out_its_result_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has begun, and is busy; the others say whom they wait for, and go on once its result is there."""
+    real = InlineQueue._results_ready
 
     async def main(group: Group) -> None:
         choose(group, "all_reduce", "shared", 1)
@@ -205,13 +207,16 @@ async def test_who_has_not_put_out_its_result_is_waited_for() -> None:
         assert lane is not None
         folded = asyncio.Event()
         if group.rank == 2:
-            results = lane._results
-            lane._results = lambda operation: folded.is_set() and results(operation)  # type: ignore[method-assign]
+            monkeypatch.setattr(
+                InlineQueue,
+                "_results_ready",
+                lambda queue, operation: (operation.recipe.rank != 2 or folded.is_set()) and real(queue, operation),
+            )
         work = group.all_reduce(vector(group, 9))
         await asyncio.sleep(0.05)
         assert not work.done()
         if group.rank != 2:
-            assert lane.not_begun(lane._express[0].number) == (2,)
+            assert lane.not_begun(lane.inline.queue[0].number) == (2,)
         folded.set()
         lane.soon()
         assert (await work == sum(of_rank(rank, 9) for rank in range(group.size))).all()
@@ -223,9 +228,9 @@ async def test_who_has_not_put_out_its_result_is_waited_for() -> None:
 async def test_longer_ones_go_by_items(collective: str) -> None:
     async def main(group: Group) -> None:
         await FORMS[collective](group, LARGEST // 8 + 1)
-        assert not any(express(group, collective))
+        assert not any(went_inline(group, collective))
         await FORMS[collective](group, 5)
-        assert any(express(group, collective))
+        assert any(went_inline(group, collective))
 
     await run_ranks(WORLD, main)
 
@@ -238,11 +243,11 @@ async def test_uneven_blocks_are_reduced_and_others_go_by_items() -> None:
         await group.reduce_scatter(out, rows)
         wanted = sum(of_rank(rank, counts[group.rank], 17 * group.rank) for rank in range(group.size))
         assert (out == wanted).all()
-        assert express(group, "reduce_scatter") == [True]
+        assert went_inline(group, "reduce_scatter") == [True]
         parts = [np.zeros(count) for count in counts]
         await group.all_gather(parts, vector(group, counts[group.rank]))
         assert all((part == of_rank(rank, counts[rank])).all() for rank, part in enumerate(parts))
-        assert express(group, "all_gather")[-1] is False
+        assert went_inline(group, "all_gather")[-1] is False
 
     await run_ranks(WORLD, main)
 
@@ -255,7 +260,7 @@ async def test_reductions_of_ones_own_and_factors_go_by_items() -> None:
         out = np.zeros(4)
         await group.reduce_scatter_tensor(out, np.ones(4 * group.size), ReduceOp.PREMUL_SUM(0.5))
         assert (out == group.size / 2).all()
-        assert not any(express(group, "all_reduce") + express(group, "reduce_scatter"))
+        assert not any(went_inline(group, "all_reduce") + went_inline(group, "reduce_scatter"))
 
     await run_ranks(WORLD, main)
 
@@ -271,7 +276,7 @@ async def test_wide_ones_in_flight_wait_for_memory_and_keep_their_order() -> Non
         for number, (length, work) in enumerate(works):
             wanted = sum(of_rank(rank, length, number) for rank in range(group.size))
             assert (await work == wanted).all()
-        assert all(express(group, "all_reduce"))
+        assert all(went_inline(group, "all_reduce"))
 
     await run_ranks(WORLD, main)
 
@@ -293,7 +298,7 @@ async def test_cancelled_and_refused_ones_leave_the_others_right() -> None:
             assert (await work == wanted).all()
         lane = lane_of(group)
         assert lane is not None
-        assert not lane._express
+        assert not lane.inline.queue
 
     await run_ranks(WORLD, main)
 
@@ -309,7 +314,7 @@ async def test_a_root_that_gives_waits_for_nobody_and_goes_ahead_until_there_is_
             first = group.broadcast(np.full(length, 0.0), 0)
             await first
             assert first.is_completed()
-            assert express(group, "broadcast") == [True]
+            assert went_inline(group, "broadcast") == [True]
         else:
             await asyncio.sleep(0.02 * group.rank)
             data = np.full(length, -1.0)
