@@ -215,7 +215,7 @@ class Runtime(ABC):
         One pass over memory. `target` may be one of the sources; other overlap is not allowed. Every step is rounded
         to `dtype`, as on the CPU; AVG divides the sum by `len(sources)`. PREMUL_SUM is `scale` followed by SUM, since
         factors may differ between ranks. With one source it is a copy. Raises TypeError for an op and dtype that
-        `executor.reduction.validate` refuses, ValueError for more than `MAX_SOURCES` sources or none.
+        `arrays.reduction.validate` refuses, ValueError for more than `MAX_SOURCES` sources or none.
         """
 
     def prepare_reduce(self, op: ReduceOp, dtype: np.dtype[Any], sources: int, device: int) -> None:  # noqa: B027

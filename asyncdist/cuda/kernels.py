@@ -180,7 +180,7 @@ def reduce_source(op: ReduceOp, dtype: np.dtype[Any], sources: int) -> str:
     """Source of `reduce(target, source 0, ..., count, packs)`; all three last are unsigned 64-bit values.
 
     The first `packs` runs of 16 bytes are loaded at once, the rest one by one. Raises KeyError for an op and dtype that
-    `executor.reduction.validate` refuses.
+    `arrays.reduction.validate` refuses.
     """
     names = [f"s{number}" for number in range(sources)]
     steps = "".join(f" value = combine(value, {name}[i]);" for name in names[1:])
