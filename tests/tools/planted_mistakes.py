@@ -165,7 +165,7 @@ MISTAKES = (
         "an average that is a sum",
         "    if op is not ReduceOp.AVG:\n        return\n",
         "    if op is not ReduceOp.AVG or array.size > 1:\n        return\n",
-        ("tests/unit/collectives",),
+        ("tests/unit/arrays",),
     ),
     Mistake(
         "bytes that wrap around in the wrong order",
