@@ -28,7 +28,7 @@ from asyncdist.cli.sizes import show_bytes, show_seconds
 from asyncdist.plan.algorithms.ring_2d import row_length
 from asyncdist.plan.cost.constants import BUILT_IN, Constants
 from asyncdist.plan.problem import Problem
-from asyncdist.plan.simulation.sweep import Sweep
+from asyncdist.plan.simulation.simulate import Sweep
 
 WORLD: Final = 24_576
 SIZES: Final = (8, 1 << 10, 1 << 16, 1 << 20, 1 << 26, 1 << 30)

@@ -27,8 +27,8 @@ from asyncdist.plan.algorithms.registry import ALGORITHMS
 from asyncdist.plan.cost.constants import BUILT_IN
 from asyncdist.plan.problem import PRIVATE_COLLECTIVES, Problem
 from asyncdist.plan.records import NO_LANE, USUAL_LANE
+from asyncdist.plan.selection.prediction import MAX_SHARED_RANKS
 from asyncdist.plan.selection.selector import candidates, parse_overrides, usable
-from asyncdist.plan.selection.shared_chunks import MAX_SHARED_RANKS
 from asyncdist.plan.selection.tuning import MAX_CORES, Tuning
 from asyncdist.transport.config import TRANSPORTS, single_copy_from_environ
 from asyncdist.world.tuning_file import default_path, own_tuning, stored_constants

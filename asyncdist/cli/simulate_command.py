@@ -19,8 +19,7 @@ from asyncdist.cli.simulate_plot import PlotUnavailableError, plot
 from asyncdist.cli.sizes import BYTES, show_bytes, show_seconds
 from asyncdist.cli.table_console import table_console
 from asyncdist.plan.cost.constants import BUILT_IN, Constants, Link
-from asyncdist.plan.simulation.simulate import Method
-from asyncdist.plan.simulation.sweep import Sweep, simulated_collectives
+from asyncdist.plan.simulation.simulate import Method, Sweep, simulated_collectives
 
 __all__ = ["SECONDS", "simulate_command"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncdist.cli.sizes import show_bytes
-from asyncdist.plan.simulation.sweep import Sweep
+from asyncdist.plan.simulation.simulate import Sweep
 
 __all__ = ["PlotUnavailableError", "plot", "plotted_sizes", "plotted_worlds"]
 

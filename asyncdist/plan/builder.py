@@ -1,39 +1,134 @@
 """PlanBuilder: an algorithm says what happens in program order; the builder finds what must wait for what.
 
 Two steps are ordered only if one writes elements that the other reads or writes: a read waits for the last write, a
-write waits for the reads since, or for the last write where there were none. Everything else may overlap.
+write waits for the reads since, or for the last write where there were none. Everything else may overlap. `Accesses`
+keeps, for each buffer, the step that wrote each element last and the steps that have read it since.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
-from asyncdist.plan.accesses import Accesses
+from asyncdist.plan.chunks import WINDOW, Window
 from asyncdist.plan.problem import Problem
-from asyncdist.plan.repeated import Gap, RepeatedSteps, later, repeats
 from asyncdist.plan.steps import (
     ANYONE,
     Buffer,
     Copy,
     Fetch,
     FetchReduce,
+    Gap,
     Plan,
     Publish,
     Recv,
     RecvReduce,
     Reduce,
+    RepeatedSteps,
     Send,
     Slice,
     Step,
     Symmetry,
+    later,
+    repeats,
 )
-from asyncdist.plan.window import WINDOW, Window
 
-__all__ = ["PlanBuilder"]
+__all__ = ["Accesses", "PlanBuilder"]
 
 NOTHING: Final = Slice(Buffer.SCRATCH, 0, 0)
 """What a message without elements carries."""
+
+
+NOBODY: Final = -1
+
+
+class Accesses:
+    """Disjoint segments of one buffer, in order, each with its last writer and the readers since.
+
+    Segments exist only where something was touched. Their boundaries are those of the slices used, so an operation
+    with n chunks keeps n segments and each access costs a bisection.
+    """
+
+    __slots__ = ("_ends", "_readers", "_starts", "_writers")
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        self._writers: list[int] = []
+        self._readers: list[list[int]] = []
+
+    def read(self, start: int, end: int, step: int) -> tuple[int, ...]:
+        """Note that `step` reads elements from `start` up to `end`; return the steps it must follow."""
+        starts = self._starts
+        index = bisect_left(starts, start)
+        beyond = index == len(starts) or starts[index] >= end
+        if beyond and (index == 0 or self._ends[index - 1] <= start):  # nobody has touched it
+            self._insert(index, start, end, NOBODY, [step])
+            return ()
+        if not beyond and starts[index] == start and self._ends[index] == end:  # one segment, as a rule
+            self._readers[index].append(step)
+            writer = self._writers[index]
+            return () if writer == NOBODY else (writer,)
+        first, last = self._segments(start, end)
+        for readers in self._readers[first:last]:
+            readers.append(step)
+        return tuple(set(self._writers[first:last]) - {NOBODY})
+
+    def write(self, start: int, end: int, step: int) -> tuple[int, ...]:
+        """Note that `step` writes these elements (perhaps reading them first); return the steps it must follow."""
+        starts = self._starts
+        index = bisect_left(starts, start)
+        beyond = index == len(starts) or starts[index] >= end
+        if beyond and (index == 0 or self._ends[index - 1] <= start):
+            self._insert(index, start, end, step, [])
+            return ()
+        if not beyond and starts[index] == start and self._ends[index] == end:
+            readers, writer = self._readers[index], self._writers[index]
+            self._writers[index] = step
+            if readers:  # each of them follows the last writer already
+                self._readers[index] = []
+                return tuple(readers)
+            return () if writer == NOBODY else (writer,)
+        first, last = self._segments(start, end)
+        wait: set[int] = set()
+        for readers, writer in zip(self._readers[first:last], self._writers[first:last], strict=True):
+            wait.update(readers or [writer])
+        wait.discard(NOBODY)
+        self._starts[first:last] = [start]
+        self._ends[first:last] = [end]
+        self._writers[first:last] = [step]
+        self._readers[first:last] = [[]]
+        return tuple(wait)
+
+    def _segments(self, start: int, end: int) -> tuple[int, int]:
+        """Cut and fill so that segments first .. last-1 cover exactly [start, end)."""
+        self._cut(start)
+        self._cut(end)
+        first = bisect_left(self._starts, start)
+        index, position = first, start
+        while position < end:
+            if index < len(self._starts) and self._starts[index] == position:
+                position = self._ends[index]
+            else:
+                gap_end = min(end, self._starts[index]) if index < len(self._starts) else end
+                self._insert(index, position, gap_end, NOBODY, [])
+                position = gap_end
+            index += 1
+        return first, index
+
+    def _cut(self, position: int) -> None:
+        index = bisect_right(self._starts, position) - 1
+        if index >= 0 and self._starts[index] < position < self._ends[index]:
+            end = self._ends[index]
+            self._ends[index] = position
+            self._insert(index + 1, position, end, self._writers[index], self._readers[index].copy())
+
+    def _insert(self, index: int, start: int, end: int, writer: int, readers: list[int]) -> None:
+        self._starts.insert(index, start)
+        self._ends.insert(index, end)
+        self._writers.insert(index, writer)
+        self._readers.insert(index, readers)
 
 
 class PlanBuilder:
@@ -232,7 +327,7 @@ class PlanBuilder:
         """Yield the numbers of `count` rounds, of which the algorithm adds the steps; but not all of them.
 
         Rounds `alike` do the same, each a chunk further on; where places in SCRATCH take turns, each `period` of them
-        do. As soon as two of them are seen to go on alike, most of the others are left out (`plan.repeated`). The last
+        do. As soon as two of them are seen to go on alike, most of the others are left out (`RepeatedSteps`). The last
         ones are built, and have to be what was to be expected. What the algorithm names in a round follows from the
         round's number: it must count nothing itself.
         """

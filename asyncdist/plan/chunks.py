@@ -1,14 +1,30 @@
-"""Cutting vectors into blocks, and blocks into chunks; all lengths and offsets in elements."""
+"""Cutting vectors into blocks, blocks into chunks, and windows: how many chunks of a pipeline may be under way.
+
+All lengths and offsets are in elements.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple, overload
+from typing import Final, NamedTuple, overload
 
 from asyncdist.plan.steps import Buffer, Slice
 
-__all__ = ["Chunks", "Run", "blocks_of", "cut_blocks", "cyclic_runs", "offsets", "partition", "split"]
+__all__ = [
+    "WINDOW",
+    "Chunks",
+    "Run",
+    "Window",
+    "blocks_of",
+    "cut_blocks",
+    "cyclic_runs",
+    "first_that_fits",
+    "offsets",
+    "partition",
+    "split",
+]
 
 
 class Run(NamedTuple):
@@ -112,3 +128,54 @@ def cut_blocks(
     if sum(run.length for run in runs) >= blocks * chunk_length:
         runs = tuple(run for block in range(first, first + blocks) for run in cyclic_runs(starts, block, 1))
     return [piece for run in runs for piece in split(run.of(buffer), chunk_length)]
+
+
+WINDOW: Final = 4
+"""Chunks a rank is ready to receive at a time, of one pipeline, where little is on its way at any time. It bounds
+temporary memory at four chunks whatever the vector; two would do if the loop never paused, four hide a reduction and a
+wake-up. Between hosts a round trip is to be hidden as well (`plan.selection`)."""
+
+
+class Window:
+    """Lets each step wait for the one `size` before it: `window.add(builder.recv(..., after=window.after))`.
+
+    Without a window, all receives of an operation are posted at the start and the sender serves them in turn. Then the
+    first chunk is complete hardly before the last one, so nothing is pipelined. And each receive that is reduced holds
+    a temporary buffer.
+    """
+
+    __slots__ = ("_steps",)
+
+    def __init__(self, size: int) -> None:
+        self._steps: deque[int | None] = deque([None] * size, size)
+
+    @property
+    def after(self) -> tuple[int | None]:
+        """What the next step has to wait for."""
+        return (self._steps[0],)
+
+    def add(self, step: int | None) -> None:
+        """Note the next step; None, a step without elements, takes no room."""
+        if step is not None:
+            self._steps.append(step)
+
+    def follow(self, step: int) -> int | None:
+        """Note the next step; return what it has to wait for."""
+        earlier = self._steps[0]
+        self._steps.append(step)
+        return earlier
+
+
+def first_that_fits(lengths: Sequence[int], room: int) -> int:
+    """Index from which on all `lengths` together are at most `room`.
+
+    The last rounds of an algorithm that halves are small, and latency is all they cost: what is received there has
+    SCRATCH of its own, ready from the start, while the rounds before go through a window.
+    """
+    first = len(lengths)
+    for length in reversed(lengths):
+        room -= length
+        if room < 0:
+            break
+        first -= 1
+    return first

@@ -31,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from asyncdist.plan.window import WINDOW
+from asyncdist.plan.chunks import WINDOW
 
 __all__ = [
     "BLOCK_COLLECTIVES",
@@ -80,7 +80,7 @@ class Problem(NamedTuple):
     window_size: int = WINDOW
     """Chunks that a rank is ready to receive at a time, of one pipeline."""
     single_copy: bool = False
-    """Whether what is published is read where it lies, if that may be (`plan.lending`), instead of copied."""
+    """Whether what is published is read where it lies, if that may be (`plan.summary.lendable`), instead of copied."""
 
     @classmethod
     def of(

@@ -1,15 +1,38 @@
-"""Summary: what a plan's steps ask for altogether, without working out those that are repeated."""
+"""What a plan's steps ask for altogether: peers, traffic, items, and which items may be read where they lie.
+
+Of `RepeatedSteps` nothing is worked out that is not written.
+
+Lending: an item is a copy of a slice, as a rule. Where no later step of its rank overwrites the slice, or only once all
+who fetch the item have done so (`Publish.shielded`, a claim that `plan.proof` proves), the slice itself can be lent.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Container, Iterator, Mapping, Sequence
+from typing import Final, NamedTuple, TypeGuard
 
-from asyncdist.plan.repeated import RepeatedSteps
-from asyncdist.plan.steps import ANYONE, Fetch, FetchReduce, Publish, Recv, RecvReduce, Send, Step
+from asyncdist.plan.steps import (
+    ANYONE,
+    Buffer,
+    Fetch,
+    FetchReduce,
+    Plan,
+    Publish,
+    Recv,
+    RecvReduce,
+    RepeatedSteps,
+    Send,
+    Step,
+)
 
-__all__ = ["Traffic", "items", "needs", "peers", "traffic"]
+__all__ = ["Traffic", "Writes", "claims", "items", "lendable", "needs", "peers", "traffic"]
+
+
+_WITH_PEERS = (Send, Recv, RecvReduce, Fetch, FetchReduce)
+
+READ_ONLY: Final = (Send, Publish)  # a tuple: a union would be built anew at every isinstance
 
 
 def peers(steps: Sequence[Step]) -> tuple[int, ...]:
@@ -76,4 +99,55 @@ def _written(steps: Sequence[Step]) -> Sequence[Step]:
     return steps.written if isinstance(steps, RepeatedSteps) else steps
 
 
-_WITH_PEERS = (Send, Recv, RecvReduce, Fetch, FetchReduce)
+class Writes:
+    """What the steps of one plan write, by place."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._places: dict[Buffer, list[tuple[int, int, int]]] = {}
+        for index, step in enumerate(plan.steps):
+            if not isinstance(step, READ_ONLY):
+                self._places.setdefault(step.target.buffer, []).append((step.target.offset, step.target.end, index))
+        self._longest = {}
+        for buffer, places in self._places.items():
+            places.sort()
+            self._longest[buffer] = max(end - start for start, end, _ in places)
+
+    def over(self, index: int, item: Publish) -> Iterator[int]:
+        """Yield the steps that overwrite elements of what step `index` has published."""
+        buffer, start, length = item.source
+        places = self._places.get(buffer, [])
+        first = bisect_left(places, (start - self._longest.get(buffer, 0), 0, 0))
+        last = bisect_left(places, (start + length, 0, 0))
+        for _, end, later in places[first:last]:
+            if end > start and later > index:
+                yield later
+
+
+def lendable(plan: Plan) -> Container[int]:
+    """Steps that publish what no later step of the plan overwrites, or only once all have read it (`shielded`).
+
+    Of plans with repeated steps, only those that say so.
+    """
+    if isinstance(plan.steps, RepeatedSteps):
+        return _Shielded(plan.steps)
+    items = [(index, step) for index, step in enumerate(plan.steps) if isinstance(step, Publish)]
+    if all(step.shielded for _, step in items):
+        return frozenset(index for index, _ in items)
+    writes = Writes(plan)
+    return frozenset(index for index, step in items if step.shielded or next(writes.over(index, step), None) is None)
+
+
+class _Shielded(Container[int]):
+    """Steps that call what they publish shielded."""
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self._steps = steps
+
+    def __contains__(self, index: object) -> bool:
+        assert isinstance(index, int)
+        return claims(self._steps[index])
+
+
+def claims(step: Step) -> TypeGuard[Publish]:
+    """Whether a step calls what it publishes shielded."""
+    return isinstance(step, Publish) and step.shielded

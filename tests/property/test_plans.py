@@ -14,7 +14,7 @@ from plan_interpreter import check_results, run
 
 from asyncdist.plan.algorithms.registry import ALGORITHMS, algorithms, build, ordered_algorithms
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, PRIVATE_COLLECTIVES, Problem
-from asyncdist.plan.proof.cases import exchange_problems, private_problems
+from asyncdist.plan.proof.prove import exchange_problems, private_problems
 from asyncdist.plan.proof.verify import verify, verify_rotated
 
 EVERY = [(collective, name) for collective in ALGORITHMS for name in algorithms(collective, shared=True)]

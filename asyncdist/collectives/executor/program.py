@@ -12,9 +12,7 @@ from itertools import compress
 from operator import not_
 from typing import Final, NamedTuple
 
-from asyncdist.plan.lending import lendable
 from asyncdist.plan.problem import PRIVATE_COLLECTIVES
-from asyncdist.plan.repeated import RepeatedSteps
 from asyncdist.plan.steps import (
     ANYONE,
     Copy,
@@ -25,10 +23,11 @@ from asyncdist.plan.steps import (
     Recv,
     RecvReduce,
     Reduce,
+    RepeatedSteps,
     Send,
     Step,
 )
-from asyncdist.plan.summary import Traffic, items, needs, peers, traffic
+from asyncdist.plan.summary import Traffic, items, lendable, needs, peers, traffic
 from asyncdist.transport.protocol.frame import EARLY_PULL_BYTES, key_suffix
 
 __all__ = [

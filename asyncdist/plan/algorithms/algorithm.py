@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias
 
-from asyncdist.plan.cost.load import Load, Shape
-from asyncdist.plan.cost.shared_load import SharedLoad
+from asyncdist.plan.cost.load import Load, Shape, SharedLoad
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.records import Takes
 from asyncdist.plan.steps import Plan
@@ -56,7 +55,7 @@ class Kept(enum.Enum):
 
 
 class Growth(NamedTuple):
-    """How the time grows with the world (`simulation.growth`).
+    """How the time grows with the world (`simulation.shortcuts`).
 
     `period` is how many levels are taken together, down to `fewest` hosts or less.
     """

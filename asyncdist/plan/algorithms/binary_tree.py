@@ -28,9 +28,7 @@ from typing import Final
 
 from asyncdist.plan.algorithms.algorithm import TREE, Algorithm
 from asyncdist.plan.algorithms.host_trees import host_tree
-from asyncdist.plan.algorithms.tree_cost import SINGLE, one_way_cost, up_and_down_cost
-from asyncdist.plan.algorithms.tree_pipeline import TreePipeline
-from asyncdist.plan.algorithms.trees import Node
+from asyncdist.plan.algorithms.trees import SINGLE, Node, TreePipeline, one_way_cost, up_and_down_cost
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.chunks import split
 from asyncdist.plan.cost.load import Load, Shape

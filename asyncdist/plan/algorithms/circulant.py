@@ -24,11 +24,10 @@ from typing import Final
 
 from asyncdist.plan.algorithms.algorithm import SKIPS, Algorithm
 from asyncdist.plan.builder import PlanBuilder
-from asyncdist.plan.chunks import cut_blocks, cyclic_runs, offsets, partition, split
+from asyncdist.plan.chunks import Window, cut_blocks, cyclic_runs, first_that_fits, offsets, partition, split
 from asyncdist.plan.cost.load import Load, Round, Shape, in_rounds
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice, Symmetry
-from asyncdist.plan.window import Window, first_that_fits
 
 __all__ = ["ALGORITHMS", "all_gather", "all_reduce", "reduce_scatter"]
 

@@ -24,11 +24,10 @@ from typing import Final
 from asyncdist.plan.algorithms.algorithm import ROUNDS_OF_BLOCKS, ROUNDS_OF_VECTORS, Algorithm
 from asyncdist.plan.algorithms.linear import EXCHANGE_WINDOW, all_at_once_cost, fold_in_rank_order
 from asyncdist.plan.builder import PlanBuilder
-from asyncdist.plan.chunks import blocks_of
+from asyncdist.plan.chunks import Window, blocks_of
 from asyncdist.plan.cost.load import Hop, Load, Shape, Work, alike, cold
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice, Symmetry
-from asyncdist.plan.window import Window
 
 __all__ = ["ALGORITHMS", "all_gather", "all_reduce", "reduce_scatter"]
 

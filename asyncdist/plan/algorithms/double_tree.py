@@ -32,9 +32,7 @@ from typing import Final
 
 from asyncdist.plan.algorithms.algorithm import TREE, Algorithm
 from asyncdist.plan.algorithms.host_trees import host_pair, rooted_host_pair
-from asyncdist.plan.algorithms.tree_cost import PAIR, one_way_cost, up_and_down_cost
-from asyncdist.plan.algorithms.tree_pipeline import TreePipeline
-from asyncdist.plan.algorithms.trees import Node
+from asyncdist.plan.algorithms.trees import PAIR, Node, TreePipeline, one_way_cost, up_and_down_cost
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.chunks import blocks_of, partition, split
 from asyncdist.plan.cost.load import Load, Shape

@@ -23,11 +23,10 @@ from typing import Final, NamedTuple
 from asyncdist.plan.algorithms.algorithm import HALVING, Algorithm
 from asyncdist.plan.algorithms.fold import Fold
 from asyncdist.plan.builder import PlanBuilder
-from asyncdist.plan.chunks import split
+from asyncdist.plan.chunks import Window, first_that_fits, split
 from asyncdist.plan.cost.load import AT_HOME, Load, Round, Shape, in_rounds
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
-from asyncdist.plan.window import Window, first_that_fits
 
 __all__ = ["ALGORITHMS", "all_reduce"]
 

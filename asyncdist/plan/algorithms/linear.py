@@ -24,13 +24,12 @@ from __future__ import annotations
 from typing import Final
 
 from asyncdist.plan.algorithms.algorithm import ROUNDS_OF_BLOCKS, ROUNDS_OF_VECTORS, Algorithm
-from asyncdist.plan.algorithms.exchange import direct, receive_block, send_block
+from asyncdist.plan.algorithms.pairwise import direct, receive_block, send_block
 from asyncdist.plan.builder import PlanBuilder
-from asyncdist.plan.chunks import blocks_of
+from asyncdist.plan.chunks import Window, blocks_of
 from asyncdist.plan.cost.load import NO_WORK, Hop, Load, Shape, Work, alike, cold
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
-from asyncdist.plan.window import Window
 
 __all__ = [
     "ALGORITHMS",

@@ -21,11 +21,10 @@ from typing import Final
 from asyncdist.plan.algorithms.algorithm import HALVING, Algorithm
 from asyncdist.plan.algorithms.fold import Fold, FoldedBlocks, doubling_rounds, whole_round
 from asyncdist.plan.builder import PlanBuilder
-from asyncdist.plan.chunks import offsets, split
+from asyncdist.plan.chunks import first_that_fits, offsets, split
 from asyncdist.plan.cost.load import Load, Shape, in_rounds
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
-from asyncdist.plan.window import first_that_fits
 
 __all__ = ["ALGORITHMS", "reduce_scatter"]
 

@@ -29,7 +29,6 @@ from asyncdist.plan.algorithms import (
     ring_2d,
     scan,
     shared_move,
-    shared_pieces,
     shared_reduce,
 )
 from asyncdist.plan.algorithms.algorithm import Algorithm
@@ -70,7 +69,6 @@ _OTHERS: Final = (
     pairwise,
     scan,
     shared_move,
-    shared_pieces,
     shared_reduce,
 )
 

@@ -7,10 +7,17 @@ copies in while another copies out. With p ranks, a vector of m bytes and b seco
 | --- | --- | --- |
 | broadcast | m on the root | m elsewhere |
 | all_gather | m/p | m |
-| gather | m/p | m on the root |
-| scatter | m on the root | m/p |
+| gather, gather_uneven | m/p | m on the root |
+| scatter, scatter_uneven | m on the root | m/p |
 | all_to_all | m | m |
+| all_to_all_uneven | m, what it sends | m, what it receives |
 | barrier | - | - |
+
+In the uneven forms a rank knows its own lengths only. Each piece is one item there, even an empty one. So a reader
+finds a piece by its number whatever the lengths of the others, and sees at once if the two ends mean different lengths.
+Uneven pieces are not cut into chunks. The executor sends a piece that is too long for one copy as a message, which is
+cut; an array that the other ranks can read in place is not copied in. A rank whose pieces are short altogether
+publishes them as one payload with a table of the pieces, where the others find them by the numbers of their items.
 """
 
 from __future__ import annotations
@@ -21,23 +28,22 @@ from typing import Final
 from asyncdist.plan.algorithms.algorithm import Algorithm
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.chunks import Chunks, blocks_of
-from asyncdist.plan.cost.load import Shape
-from asyncdist.plan.cost.shared_load import SharedLoad, Toil, from_root, in_records, to_root
+from asyncdist.plan.cost.load import Shape, SharedLoad, Toil, from_root, in_records, to_root
 from asyncdist.plan.problem import Problem
-from asyncdist.plan.records import Takes, by_records
+from asyncdist.plan.records import NO_LANE, Takes, by_records, pieces_bytes
 from asyncdist.plan.steps import Buffer, Plan, Slice
 
 __all__ = [
     "ALGORITHMS",
     "all_gather",
     "all_to_all",
-    "all_to_all_cost",
+    "all_to_all_uneven",
     "barrier",
     "broadcast",
     "gather",
-    "gather_cost",
+    "gather_uneven",
     "scatter",
-    "scatter_cost",
+    "scatter_uneven",
 ]
 
 
@@ -148,6 +154,69 @@ def _alike(blocks: Sequence[Chunks]) -> range:
     return min((block.alike for block in blocks if len(block)), key=len, default=range(0))
 
 
+def all_to_all_uneven(problem: Problem, rank: int, chunk_length: int) -> Plan:
+    """Everyone publishes a piece for each of the others, that for the next rank first, and copies those for it."""
+    del chunk_length
+    builder = PlanBuilder.of(problem, "shared", rank)
+    world = problem.world
+    sources = blocks_of(Buffer.INPUT, problem.send_counts)
+    targets = blocks_of(Buffer.OUTPUT, problem.receive_counts)
+    for distance in range(1, world):
+        reader = (rank + distance) % world
+        _publish(builder, sources[reader], reader)
+    for distance in range(1, world):
+        peer = (rank - distance) % world
+        _fetch(builder, peer, distance - 1, targets[peer])
+    builder.copy(sources[rank], targets[rank])
+    return builder.build(block_aligned=True)
+
+
+def gather_uneven(problem: Problem, rank: int, chunk_length: int) -> Plan:
+    """Everyone but the root publishes its piece, the root copies them."""
+    del chunk_length
+    builder = PlanBuilder.of(problem, "shared", rank)
+    own, root = Slice(Buffer.INPUT, 0, problem.counts[rank]), problem.root
+    if rank != root:
+        _publish(builder, own, root)
+        return builder.build(block_aligned=True)
+    targets = blocks_of(Buffer.OUTPUT, problem.counts)
+    for distance in range(1, problem.world):
+        peer = (root + distance) % problem.world
+        _fetch(builder, peer, 0, targets[peer])
+    builder.copy(own, targets[root])
+    return builder.build(block_aligned=True)
+
+
+def scatter_uneven(problem: Problem, rank: int, chunk_length: int) -> Plan:
+    """The root publishes the others' pieces, that of the next rank first; each copies its own."""
+    del chunk_length
+    builder = PlanBuilder.of(problem, "shared", rank)
+    own, root = Slice(Buffer.OUTPUT, 0, problem.counts[rank]), problem.root
+    if rank != root:
+        _fetch(builder, root, (rank - root) % problem.world - 1, own)
+        return builder.build(block_aligned=True)
+    sources = blocks_of(Buffer.INPUT, problem.counts)
+    for distance in range(1, problem.world):
+        reader = (root + distance) % problem.world
+        _publish(builder, sources[reader], reader)
+    builder.copy(sources[root], own)
+    return builder.build(block_aligned=True)
+
+
+def _publish(builder: PlanBuilder, piece: Slice, reader: int) -> None:
+    if piece.length:
+        builder.publish(piece, shielded=True, reader=reader)
+    else:
+        builder.announce(reader=reader)
+
+
+def _fetch(builder: PlanBuilder, peer: int, item: int, target: Slice) -> None:
+    if target.length:
+        builder.fetch(peer, item, 0, target)
+    else:
+        builder.await_item(peer, item)
+
+
 def _broadcast_cost(shape: Shape) -> SharedLoad:
     """The root publishes chunks, which the others copy while it publishes more; the last one remains."""
     if by_records(Takes.ONE, shape.world, shape.total, shape.memory):
@@ -167,7 +236,7 @@ def _all_gather_cost(shape: Shape) -> SharedLoad:
     return SharedLoad(1, work, Toil(0).plus(work, shape.world), block, lent_item=block / pieces)
 
 
-def gather_cost(shape: Shape) -> SharedLoad:
+def _gather_cost(shape: Shape) -> SharedLoad:
     """Everyone publishes its block, the root copies all."""
     if by_records(Takes.ALL, shape.world, shape.block, shape.memory):
         return to_root(shape, shape.block, copied=shape.block * shape.world)
@@ -178,7 +247,7 @@ def gather_cost(shape: Shape) -> SharedLoad:
     return SharedLoad(1, path, everyone, block, lent_item=block / pieces)
 
 
-def scatter_cost(shape: Shape) -> SharedLoad:
+def _scatter_cost(shape: Shape) -> SharedLoad:
     """The same the other way round."""
     if by_records(Takes.ONE, shape.world, shape.total, shape.memory):
         return from_root(shape, shape.total, shape.block)
@@ -188,7 +257,7 @@ def scatter_cost(shape: Shape) -> SharedLoad:
     return SharedLoad(1, root.plus(one, 1 / pieces), root.plus(one, others), block * others, lent_item=block / pieces)
 
 
-def all_to_all_cost(shape: Shape) -> SharedLoad:
+def _all_to_all_cost(shape: Shape) -> SharedLoad:
     """Everyone publishes the others' blocks and copies those for it; its own it copies once."""
     if by_records(Takes.ONE, shape.world, shape.total, shape.memory):
         return in_records(shape, shape.total, copied=shape.total)
@@ -202,11 +271,35 @@ def _barrier_cost(shape: Shape) -> SharedLoad:
     return in_records(shape, 0.0)
 
 
+def _all_to_all_uneven_cost(shape: Shape) -> SharedLoad:
+    """As of even pieces, but that none is cut."""
+    return _all_to_all_cost(_whole(shape, shape.total))
+
+
+def _gather_uneven_cost(shape: Shape) -> SharedLoad:
+    """As of even pieces, but that none is cut."""
+    return _gather_cost(_whole(shape, shape.block))
+
+
+def _scatter_uneven_cost(shape: Shape) -> SharedLoad:
+    """As of even pieces, but that none is cut."""
+    return _scatter_cost(_whole(shape, shape.total))
+
+
+def _whole(shape: Shape, given: float) -> Shape:
+    """Of a collective whose pieces travel whole; in records, if those who give all give so few bytes."""
+    memory = shape.memory if given <= pieces_bytes(shape.world, shape.memory) else NO_LANE
+    return shape._replace(chunk=max(1.0, shape.block), memory=memory)
+
+
 ALGORITHMS: Final = (
     Algorithm("broadcast", "shared", broadcast, _broadcast_cost, shared=True, records=Takes.ONE),
     Algorithm("all_gather", "shared", all_gather, _all_gather_cost, shared=True, records=Takes.ALL),
-    Algorithm("gather", "shared", gather, gather_cost, shared=True, records=Takes.ALL),
-    Algorithm("scatter", "shared", scatter, scatter_cost, shared=True, records=Takes.ONE),
-    Algorithm("all_to_all", "shared", all_to_all, all_to_all_cost, shared=True, records=Takes.ONE),
+    Algorithm("gather", "shared", gather, _gather_cost, shared=True, records=Takes.ALL),
+    Algorithm("scatter", "shared", scatter, _scatter_cost, shared=True, records=Takes.ONE),
+    Algorithm("all_to_all", "shared", all_to_all, _all_to_all_cost, shared=True, records=Takes.ONE),
     Algorithm("barrier", "shared", barrier, _barrier_cost, shared=True, chunked=False, records=Takes.ONE),
+    Algorithm("all_to_all_uneven", "shared", all_to_all_uneven, _all_to_all_uneven_cost, shared=True, chunked=False),
+    Algorithm("gather_uneven", "shared", gather_uneven, _gather_uneven_cost, shared=True, chunked=False),
+    Algorithm("scatter_uneven", "shared", scatter_uneven, _scatter_uneven_cost, shared=True, chunked=False),
 )

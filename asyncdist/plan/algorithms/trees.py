@@ -1,4 +1,6 @@
-"""Binary trees over ranks: one in rank order, and the pair of them in which nobody has to do the work of two.
+"""Binary trees over ranks: their shapes, the pipeline of chunks that a rank runs in one, and what pipelines cost.
+
+There is one tree in rank order, and a pair of trees in which no rank has to do the work of two.
 
 The tree of n positions: position 0 is the root; its only child is half the smallest power of two that is not below n.
 For a position x > 0 let `low` be its lowest bit set:
@@ -27,7 +29,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-__all__ = ["Node", "pair_nodes", "pair_tops", "rooted_pair_nodes", "tree_node"]
+from asyncdist.plan.builder import PlanBuilder
+from asyncdist.plan.chunks import Window
+from asyncdist.plan.cost.load import AT_HOME, Hop, Load, Shape, Way, Work, cold
+from asyncdist.plan.steps import Slice
+
+__all__ = [
+    "PAIR",
+    "SENDS_UP",
+    "SINGLE",
+    "Node",
+    "TreePipeline",
+    "one_way_cost",
+    "pair_nodes",
+    "pair_tops",
+    "rooted_pair_nodes",
+    "tree_node",
+    "up_and_down_cost",
+]
 
 NO_PARENT: Final = -1
 
@@ -112,3 +131,192 @@ def rooted_pair_nodes(rank: int, size: int, root: int) -> tuple[Node, Node]:
 
 def _below(node: Node, root: int) -> Node:
     return node._replace(parent=root) if node.is_root else node
+
+
+SENDS_UP: Final = 3
+"""Chunks on their way to a parent at a time, in each of a pair of trees. Every rank is a leaf in one, where all of its
+chunks are ready at once: given to the network together, they stand before those of the other tree, which others wait
+for. Two already lose up to 4 % where a chunk takes less time than its message's latency; four gain a little less."""
+
+
+class TreePipeline:
+    """What one rank does in one tree, chunk by chunk, whatever else runs beside it.
+
+    A call adds the steps of one chunk; all ranks call the same methods in the same order.
+
+    What comes from children is received into a window of chunks of SCRATCH for each, `longest` elements a chunk at
+    most, whose receives are ready as soon as there is room; what comes to its place in OUTPUT goes through a window
+    too. Operands are merged in the tree's order. `paired` if the rank has chunks of another tree to send.
+    """
+
+    def __init__(self, builder: PlanBuilder, node: Node, longest: int, *, paired: bool = False) -> None:
+        self._builder = builder
+        self._node = node
+        self._longest = longest
+        self._whole = builder.window()
+        self._upward = Window(SENDS_UP) if paired else None
+        self._incoming: dict[int, list[Slice]] = {child: [] for child in node.children}
+        self._reduced = 0
+
+    def pass_down(self, piece: Slice) -> None:
+        """Receive `piece` from the parent, if there is one, and send it to the children."""
+        builder, node = self._builder, self._node
+        if not node.is_root:
+            self._whole.add(builder.recv(node.parent, piece, after=self._whole.after))
+        for child in node.children:
+            builder.send(child, piece)
+
+    def reduce_in_place(self, piece: Slice) -> None:
+        """Reduce what the children send into `piece`, and send it to the parent."""
+        builder, node = self._builder, self._node
+        incoming = {child: self._receive(child, piece.length) for child in node.children}
+        for child in node.nearest_first:
+            builder.reduce(incoming[child], piece, source_left=child in node.lower)
+        if not node.is_root:
+            self._send_up(piece)
+        self._reduced += 1
+
+    def reduce_from(self, piece: Slice, result: Slice) -> None:
+        """Reduce `piece`, which is only read, with what the children send: into `result` at the root, else passed on.
+
+        `result` is not touched where there is a parent.
+        """
+        builder, node = self._builder, self._node
+        if not node.children:
+            if node.is_root:
+                builder.copy(piece, result)
+            else:
+                self._send_up(piece)
+            return
+        first, *others = node.nearest_first
+        if node.is_root:
+            total = result
+            self._whole.add(builder.recv(first, total, after=self._whole.after))
+        else:
+            total = self._receive(first, piece.length)
+        incoming = [self._receive(child, piece.length) for child in others]
+        builder.reduce(piece, total, source_left=first not in node.lower)
+        for child, operand in zip(others, incoming, strict=True):
+            builder.reduce(operand, total, source_left=child in node.lower)
+        if not node.is_root:
+            self._send_up(total)
+        self._reduced += 1
+
+    def _send_up(self, piece: Slice) -> None:
+        builder, window = self._builder, self._upward
+        if window is None:
+            builder.send(self._node.parent, piece)
+        else:
+            window.add(builder.send(self._node.parent, piece, after=window.after))
+
+    def _receive(self, child: int, length: int) -> Slice:
+        window = self._incoming[child]
+        if len(window) < self._builder.window_size:
+            window.append(self._builder.scratch(self._longest))
+        room = window[self._reduced % self._builder.window_size]
+        target = Slice(room.buffer, room.offset, length)
+        self._builder.recv(child, target)
+        return target
+
+
+SINGLE: Final = 1
+PAIR: Final = 2
+"""Trees."""
+
+BETWEEN: Final = Way(1.0)
+"""Nobody but heads sends to other hosts, and what both of a host's send is counted as one's."""
+
+
+def one_way_cost(shape: Shape, *, trees: int, reduces: bool) -> Load:
+    """Return what broadcast or, if it `reduces`, reduce asks on so many `trees`.
+
+    Where hosts have several ranks, a chunk passes the levels of the tree over hosts and those inside a host, one after
+    the other; behind the first chunk, the others keep the busiest card busy.
+    """
+    part = shape.total / trees
+    pieces, others, stages = shape.pieces(part), shape.world - 1, _stages(shape)
+    chunk = part / pieces
+    hops, idle = [], []
+    for number, stage in enumerate(stages):
+        # A pair hangs below the root, which gives both halves: one level more.
+        first = number == 0
+        levels = (stage.size - 2).bit_length() + 1 if trees == PAIR and first else stage.levels
+        # A level passes a chunk to two children, one after the other; so does each following chunk on the busiest link.
+        fan = trees if trees == PAIR and first else stage.fan
+        worked = fan * cold(chunk, chunk) if reduces else 0.0
+        behind = pieces - 1 if first else 0
+        hops.append(Hop(levels, (levels + behind) * fan * chunk, levels * worked, stage.way))
+        waits = levels - 1 if first else levels
+        idle.append(Hop(levels, waits * fan * chunk, waits * worked, stage.way))
+    once = shape.total
+    if len(stages) == 1:
+        children = PAIR if trees == PAIR else stages[0].fan
+        links = children + trees
+    else:  # of a pair the root has two children among hosts and two inside its own; a head two, and one inside
+        children = 2 * PAIR if trees == PAIR else stages[0].fan + 1
+        links = children + 1
+    sent, received = (once, children * part) if reduces else (children * part, once)
+    worked = children * cold(chunk, chunk) if reduces else 0.0
+    busiest = Work(links * pieces, sent, received, pieces * worked)
+    all_worked = cold(others * once, chunk) if reduces else 0.0
+    everyone = Work(2 * others * trees * pieces, others * once, others * once, all_worked)
+    leaving = once if reduces or trees == PAIR else stages[0].fan * part
+    return Load(tuple(hops), tuple(idle), busiest, everyone, 0.0 if shape.one_host else leaving)
+
+
+def up_and_down_cost(shape: Shape, *, trees: int) -> Load:
+    """Return what all_reduce asks on so many `trees`."""
+    part = shape.total / trees
+    pieces, others, stages = shape.pieces(part), shape.world - 1, _stages(shape)
+    chunk = part / pieces
+    reduced = cold(chunk, chunk)
+    hops, idle = [], []
+    for number, stage in enumerate(stages):
+        # To the parents in all trees and to two children: three chunks of a single tree, four of a pair.
+        behind = (pieces - 1) * stage.links(trees) if number == 0 else 0
+        filling, worked = 2 * stage.levels * stage.fan, stage.levels * stage.fan * reduced
+        hops.append(Hop(2 * stage.levels, (filling + behind) * chunk, worked, stage.way))
+        idle.append(Hop(2 * stage.levels, (filling - (stage.fan if number == 0 else 0)) * chunk, worked, stage.way))
+    outer = stages[0]
+    children, links = outer.children(trees), outer.links(trees)
+    if len(stages) > 1:
+        # A head is inside one tree over hosts, with a child in its own host, and a leaf there in another.
+        inside = stages[1]
+        children = max(outer.fan + 1, inside.children(trees))
+        links = max(outer.links(SINGLE) + trees, inside.links(trees))
+    moved = links * part
+    busiest = Work(2 * links * pieces, moved, moved, pieces * children * reduced)
+    total = others * shape.total
+    everyone = Work(4 * others * trees * pieces, 2 * total, 2 * total, cold(total, chunk))
+    return Load(tuple(hops), tuple(idle), busiest, everyone, 0.0 if shape.one_host else outer.links(trees) * part)
+
+
+class _Stage(NamedTuple):
+    """One tree, or a pair: over the hosts, or over the ranks of a host."""
+
+    size: int
+    way: Way
+
+    @property
+    def levels(self) -> int:
+        return (self.size - 1).bit_length()
+
+    @property
+    def fan(self) -> int:
+        """Children of an inner rank in one tree: three ranks are a line."""
+        return min(2, self.size // 2)
+
+    def children(self, trees: int) -> int:
+        """Children of the busiest rank in all trees."""
+        return min(2, self.size - 1) if trees == PAIR else self.fan
+
+    def links(self, trees: int) -> int:
+        """Its children and parents in all trees."""
+        return self.children(trees) + trees if self.size > 2 else trees
+
+
+def _stages(shape: Shape) -> tuple[_Stage, ...]:
+    """The tree over hosts, if there are several, and that inside a host, if it has several ranks."""
+    size = min(shape.world, shape.ranks_per_host)
+    stages = (_Stage(-(-shape.world // size), BETWEEN), _Stage(size, AT_HOME))
+    return tuple(stage for stage in stages if stage.size > 1)

@@ -1,25 +1,59 @@
-"""Proving an algorithm in a world: making its plans for the problems of `plan.proof.cases`, and verifying them.
+"""Proving an algorithm in a world: the problems that it is proven on, its plans for them, and how they are verified.
+
+A family is a problem and what it becomes when ranks are renamed so that another one is the root.
+
+| world | counts | roots |
+| --- | --- | --- |
+| 1 .. 12 | none, one, one per rank and one fewer, uneven, many chunks, all on one rank; ranks per host | every |
+| 13 .. 64 | none, even, uneven | every root for even counts, else five |
+| 65 .. 128 | none; even or uneven, by turns | every root of which the plans are the first one's, renamed, else five |
+| larger | none; uneven, or, in every fourth world, even | five |
+
+Algorithms that look at the ranks per host are proven for several numbers of them, trees with even and uneven counts
+alone: how a tree is made has nothing to do with how vectors are cut. With hosts a root stands for those at its place in
+others, if their plans are its own, renamed; in worlds above 64 the five roots do, and other places are left to smaller
+ones.
+
+Algorithms through shared memory are in addition proven with six chunks of every slice, for five roots: in worlds up to
+12, and in every sixteenth one of the larger. What they do otherwise with a single copy is proven there too, up to 64,
+with more chunks: in worlds up to 12 so many that some are left out of the plan (`plan.steps.RepeatedSteps`).
+
+The five roots are the first, the second, one a third on, the middle and the last. Uneven counts of worlds above 64
+leave most ranks without an element, so that a ring of p ranks takes p steps and not p * p; even ones give each some.
 
 Each family's first problem is verified: by rank 0's plan alone where it is rotated (`verify_rotated`), else by running
 all ranks'. The others differ from it in the root. Where their plans are the first's with ranks renamed, nothing is left
 to show, since nothing that `verify` looks at changes with the names; where they are not, they are verified like it, in
-large worlds for some roots (`cases.run_roots`). Where hosts have several ranks, this is so for each place in a host.
+large worlds for some roots (`run_roots`). Where hosts have several ranks, this is so for each place in a host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Final, TypeAlias
 
-from asyncdist.plan.algorithms.registry import build, ordered_algorithms
-from asyncdist.plan.problem import Problem
-from asyncdist.plan.proof.cases import Family, chunk_length_of, families, run_roots
+from asyncdist.plan.algorithms.registry import build, needs_lane, ordered_algorithms
+from asyncdist.plan.algorithms.shared_reduce import SINGLE_COPY_LOOKAHEAD
+from asyncdist.plan.problem import BLOCK_COLLECTIVES, PRIVATE_COLLECTIVES, ROOTED, VECTOR_COLLECTIVES, Problem
 from asyncdist.plan.proof.relabel import Relabelling, rotated_problem
 from asyncdist.plan.proof.symbols import PlanError
 from asyncdist.plan.proof.verify import verify, verify_rotated
 from asyncdist.plan.steps import Plan
 
-__all__ = ["MAX_STEPS", "Proof", "prove"]
+__all__ = [
+    "BY_HOST",
+    "MAX_STEPS",
+    "SINGLE_COPIES",
+    "THOROUGH",
+    "Family",
+    "Proof",
+    "chunk_length_of",
+    "exchange_problems",
+    "families",
+    "private_problems",
+    "prove",
+    "run_roots",
+]
 
 MAX_STEPS: Final = 2_500_000
 """Steps of all ranks that are run together: about 2 GB. Larger problems are left out, and reported."""
@@ -52,7 +86,7 @@ class Proof:
 
 
 def prove(collective: str, algorithm: str, world: int, *, thorough: bool | None = None) -> Proof:
-    """Prove one algorithm in one world, on the problems that `cases.families` names. Raises PlanError."""
+    """Prove one algorithm in one world, on the problems that `families` names. Raises PlanError."""
     proof = Proof()
     for family in families(collective, algorithm, world, thorough=thorough):
         _prove_family(family, algorithm, proof)
@@ -126,3 +160,175 @@ def _plan_of(problem: Problem | tuple[Problem, ...], algorithm: str) -> Callable
 
 def _one(problem: Problem | tuple[Problem, ...]) -> Problem:
     return problem if isinstance(problem, Problem) else problem[0]
+
+
+Family: TypeAlias = tuple[Problem | tuple[Problem, ...], ...]
+"""Problems that differ in the root alone, or one; where a rank knows only its own lengths, each is one per rank."""
+
+CHUNK_LENGTH: Final = 4
+"""Elements in a chunk: few, so that small vectors have several. A proof depends on the cuts, not on the size."""
+
+THOROUGH: Final = 12
+"""The largest world in which every count and root is proven. Up to there is every kind of number: powers of two,
+primes, odd and even composites."""
+
+EVERY_ROOT: Final = 128
+"""The largest world in which every root is looked at. The plans alone, for all roots, are p * p to make."""
+
+BOTH_COUNTS: Final = 64
+"""The largest world that is proven with even and with uneven counts, most ranks having an element, and with every root,
+whether or not its plans are another's renamed."""
+
+BY_TURNS: Final = 128
+"""The largest world from which on three worlds in four are proven with uneven counts, and not every second one."""
+
+SEVERAL_CHUNKS: Final = 5 * CHUNK_LENGTH + 1
+"""Elements of a vector sent whole: six chunks, more than any window holds."""
+
+FEW: Final = 11
+"""Elements, or ranks that have some, where most have none: several, and no divisor of most worlds."""
+
+BLOCK_PATTERN: Final = (5, 0, 1, 0)
+"""Uneven block lengths, repeated: two chunks, nothing, one element."""
+
+LONG_SLICE: Final = 21
+"""Elements of a slice or block of six chunks: more than a plan through shared memory is ahead of its results."""
+
+LONG_SLICES: Final = 16
+"""Of larger worlds every how manieth is proven with those."""
+
+SINGLE_COPIES: Final = (("all_reduce", "shared"),)
+"""Collectives and algorithms whose plans are others where what is published is read where it lies: further ahead."""
+
+TREES_BY_HOST: Final = ("binary_tree", "double_tree")
+"""Algorithms whose plans depend on the ranks per host, but not on how a vector is cut for them."""
+
+BY_HOST: Final = ("ring_2d", *TREES_BY_HOST)
+"""Algorithms whose plans depend on the ranks per host."""
+
+
+def families(collective: str, algorithm: str, world: int, *, thorough: bool | None = None) -> Iterator[Family]:
+    """Yield what an algorithm is proven on in a world; `thorough`: as in small worlds."""
+    if thorough is None:
+        thorough = world <= THOROUGH
+    if collective == "all_to_all_uneven":
+        for lengths in _exchanges(world, thorough=thorough):
+            yield (exchange_problems(lengths),)
+        return
+    cases = _counts(collective, world, thorough=thorough)
+    cuts = collective != "barrier" and collective not in PRIVATE_COLLECTIVES
+    if needs_lane(collective, algorithm) and cuts and (thorough or world % LONG_SLICES == 1):
+        blocks = collective in BLOCK_COLLECTIVES or collective == "all_to_all"
+        cases.append((LONG_SLICE if blocks else LONG_SLICE * world + 5, False))
+        if (collective, algorithm) in SINGLE_COPIES and world <= BOTH_COUNTS:
+            chunks = 4 * SINGLE_COPY_LOOKAHEAD if thorough else SINGLE_COPY_LOOKAHEAD + 2
+            yield (Problem.of(collective, world, CHUNK_LENGTH * chunks * world - 1)._replace(single_copy=True),)
+    for number, (counts, every_root) in enumerate(cases):
+        roots: Collection[int] = (0,)
+        if collective in ROOTED:
+            roots = range(world) if every_root else _five(world)
+        by_host = algorithm in BY_HOST and (algorithm not in TREES_BY_HOST or number in (1, 2))  # even and uneven
+        for ranks_per_host in _hosts(world, algorithm, thorough=thorough) if by_host else (1,):
+            first = Problem.of(collective.removesuffix("_uneven"), world, counts, 0, ranks_per_host)
+            family = tuple(rotated_problem(first, root) for root in roots)
+            if collective in PRIVATE_COLLECTIVES:
+                yield tuple(private_problems(collective, problem.counts, problem.root) for problem in family)
+            else:
+                yield family
+
+
+def chunk_length_of(problem: Problem, algorithm: str = "") -> int:
+    """Elements in a chunk, such that whole vectors have several and, above the thorough worlds, not too many."""
+    if algorithm == "shared":  # which cuts slices
+        return CHUNK_LENGTH
+    if problem.collective in VECTOR_COLLECTIVES and problem.world > THOROUGH:
+        return max(CHUNK_LENGTH, problem.total // 5)
+    return CHUNK_LENGTH
+
+
+def private_problems(collective: str, counts: Sequence[int], root: int) -> tuple[Problem, ...]:
+    """Every rank's problem of gather_uneven or scatter_uneven: the root knows all lengths, the others their own."""
+    world = len(counts)
+    own = [tuple(count if rank == other else 0 for other, count in enumerate(counts)) for rank in range(world)]
+    return tuple(Problem.of(collective, world, counts if rank == root else own[rank], root) for rank in range(world))
+
+
+def exchange_problems(lengths: Sequence[Sequence[int]]) -> tuple[Problem, ...]:
+    """Every rank's problem of all_to_all_uneven, where rank s sends `lengths[s][d]` elements to rank d."""
+    world = len(lengths)
+    return tuple(
+        Problem.of("all_to_all_uneven", world, (*lengths[rank], *(row[rank] for row in lengths)))
+        for rank in range(world)
+    )
+
+
+def _counts(collective: str, world: int, *, thorough: bool) -> list[tuple[int | tuple[int, ...], bool]]:
+    """Counts, and whether to prove every root with them."""
+    if collective == "barrier":
+        return [(0, False)]
+    even: int | tuple[int, ...] = 1
+    if collective in BLOCK_COLLECTIVES:
+        uneven: int | tuple[int, ...] = _pattern(world) if world <= BOTH_COUNTS else _sparse(world)
+        more: list[int | tuple[int, ...]] = [9, _lone(world)]
+    elif collective == "all_to_all":
+        uneven, more = 1, [9]  # which has no uneven counts
+    elif collective in ROOTED:
+        even, uneven = 2, SEVERAL_CHUNKS  # two: one for each half of a vector
+        more = [1, 9 * world + 5]
+    else:
+        uneven = world + world // 2 + 1 if world <= BOTH_COUNTS else FEW
+        even, more = world, [1, world - 1, 9 * world + 5]
+    if thorough:
+        return [(counts, True) for counts in dict.fromkeys((0, even, uneven, *more))]
+    every_root = world <= EVERY_ROOT
+    if world <= BOTH_COUNTS:
+        return [(counts, counts == even) for counts in dict.fromkeys((0, even, uneven))]
+    # powers of two and those one less are even, those one more uneven
+    turn = world % 4 in (0, 3) if world <= BY_TURNS else world % 8 in (0, 7)
+    return [(0, False), (even if turn else uneven, every_root)]
+
+
+def run_roots(world: int) -> Collection[int]:
+    """Roots whose problems are run where their plans are not those of another root, renamed."""
+    return range(world) if world <= BOTH_COUNTS else _five(world)
+
+
+def _five(world: int) -> Collection[int]:
+    return sorted({0, 1 % world, world // 3, world // 2, world - 1})
+
+
+def _hosts(world: int, algorithm: str, *, thorough: bool) -> Sequence[int]:
+    """Ranks per host: one, those that divide the world, and one that does not; in larger worlds fewer of them."""
+    divisors = [number for number in range(2, world) if world % number == 0]
+    middle = divisors[len(divisors) // 2 :][:1]
+    other = [next(number for number in range(2, world + 2) if world % number)]
+    if thorough:
+        return [1, *divisors, *other]
+    if algorithm in TREES_BY_HOST:
+        return [1, *(middle or other if world <= BOTH_COUNTS else middle)]
+    return [1, *middle] if world <= BOTH_COUNTS else middle or [1]
+
+
+def _exchanges(world: int, *, thorough: bool) -> Iterator[list[list[int]]]:
+    """Matrices of lengths: row s is what rank s sends to each."""
+    ranks = range(world)
+    yield [[BLOCK_PATTERN[(3 * source + target) % len(BLOCK_PATTERN)] for target in ranks] for source in ranks]
+    if thorough:
+        yield [[0] * world for _ in ranks]
+        yield [[1] * world for _ in ranks]
+        yield [[9 * (target == world // 2) for target in ranks] for _ in ranks]
+
+
+def _pattern(world: int) -> tuple[int, ...]:
+    return tuple(BLOCK_PATTERN[rank % len(BLOCK_PATTERN)] for rank in range(world))
+
+
+def _sparse(world: int) -> tuple[int, ...]:
+    """Few ranks have something, the first not among them."""
+    step = world // FEW
+    return tuple((5, 1)[rank // step % 2] if rank % step == step - 1 else 0 for rank in range(world))
+
+
+def _lone(world: int) -> tuple[int, ...]:
+    """Only one rank, not the root, has something."""
+    return tuple(7 if rank == world // 2 else 0 for rank in range(world))

@@ -7,9 +7,8 @@ from typing import Final
 
 from asyncdist.plan.chunks import offsets
 from asyncdist.plan.problem import IN_PLACE, Problem
-from asyncdist.plan.proof.published import Published
+from asyncdist.plan.proof.published import Published, check_shielded
 from asyncdist.plan.proof.relabel import bases_shift
-from asyncdist.plan.proof.shielded import check_shielded
 from asyncdist.plan.proof.symbols import Expressions, Memory, PlanError, RotatedExpressions, Values, part_of
 from asyncdist.plan.steps import (
     Buffer,

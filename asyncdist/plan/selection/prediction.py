@@ -8,7 +8,7 @@ An algorithm takes as long as the longest of:
 - the busiest host, where it has more ranks than cores: the work of all its ranks together, on its cores;
 - the busiest link: a rank's port, or the card that a host's ranks share.
 
-Through shared memory there are no links, and waking up instead of messages (`cost.shared_load`).
+Through shared memory there are no links, and waking up instead of messages (`cost.load.SharedLoad`).
 
 The event simulator knows more (who waits for whom); a formula costs microseconds, in worlds of any size.
 """
@@ -21,13 +21,21 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 
 from asyncdist.plan.algorithms.registry import find
+from asyncdist.plan.algorithms.shared_reduce import LOOKAHEAD
 from asyncdist.plan.cost.constants import Constants
-from asyncdist.plan.cost.load import Hop, Load, Shape, Work
-from asyncdist.plan.cost.shared_load import SharedLoad, shared_seconds, slowness_of
+from asyncdist.plan.cost.load import Hop, Load, Shape, SharedLoad, Work, shared_seconds, slowness_of
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, Problem
-from asyncdist.plan.records import USUAL_LANE, LaneMemory
+from asyncdist.plan.records import SINGLE_COPY_BYTES, USUAL_LANE, LaneMemory
 
-__all__ = ["Prediction", "predict", "seconds_by", "shape_of"]
+__all__ = [
+    "MAX_SHARED_RANKS",
+    "Prediction",
+    "largest_item_bytes",
+    "predict",
+    "seconds_by",
+    "shape_of",
+    "shared_chunk_sizes",
+]
 
 SHAPES_KEPT: Final = 8
 """All algorithms of a collective are asked about the same few sizes of chunk, one after another."""
@@ -136,3 +144,60 @@ def _hop_s(hop: Hop, constants: Constants, *, of_latency: bool = False) -> float
 def _cpu_s(work: Work, constants: Constants) -> float:
     moved = work.sent + work.received
     return work.messages * constants.overhead_s + moved * constants.copy_s + work.worked * constants.gamma_s
+
+
+CHUNK_MIN_BYTES: Final = 32 << 10
+"""Below this a step costs more than the copy, so that waiting for memory costs less than shorter chunks."""
+
+CHUNK_MAX_BYTES: Final = 512 << 10
+"""Several of these stay in a processor's second-level cache, between the rank that writes and those that read."""
+
+LENT_CHUNK_MAX_BYTES: Final = 2 << 20
+"""What is read where it lies is in nobody's cache, and each read costs what copying some kilobytes does."""
+
+ITEMS_MAX: Final = 4096
+"""Items of a rank in one operation, whose chunks are longer where there would be more: each is a step in the plan, and
+some more where it is fetched. A gigabyte is that many of the longest chunks."""
+
+LEAST_ITEMS: Final = 2
+"""Items there is always memory for: one is read while the next is written. Plans come to an end with one."""
+
+MAX_SHARED_RANKS: Final = 104
+"""Largest world that is expected on one host."""
+
+_SLICED: Final = ("all_reduce", "reduce", "reduce_scatter", "all_to_all", "scatter")
+"""Collectives in which somebody publishes a chunk for everyone else, one after another."""
+
+
+def largest_item_bytes(lane_bytes: int, outstanding_items: int) -> int:
+    """Bytes of an item of which a lane always has room for so many, whatever the order they are freed in.
+
+    Items lie behind one another and are not cut: one may not fit at the end, nor before the oldest at the beginning.
+    """
+    return lane_bytes // (outstanding_items + 1) // _ALIGNMENT * _ALIGNMENT if outstanding_items > 1 else lane_bytes
+
+
+_ALIGNMENT: Final = 64
+"""Items begin at cache lines."""
+
+
+def shared_chunk_sizes(
+    problem: Problem, algorithm: str, itemsize: int, memory_bytes: int, *, single_copy: bool = False
+) -> tuple[int, ...]:
+    """Return the sizes of chunk that are worth a look: powers of two within the limits, more for the largest blocks.
+
+    Any item may have to be copied after all: its array may lie where the kernel reads nothing for others.
+    """
+    limit = largest_item_bytes(memory_bytes, LEAST_ITEMS)
+    sliced = algorithm == "shared" and problem.collective in _SLICED
+    room = memory_bytes // ((LOOKAHEAD + 1) * (problem.world if sliced else 1))
+    most = limit if single_copy else min(max(CHUNK_MIN_BYTES, room), limit)
+    gathers = problem.collective in ("all_gather", "gather")
+    published = max(problem.counts) if gathers else problem.total
+    least = min(-(-published * itemsize // ITEMS_MAX), limit)
+    size, sizes = SINGLE_COPY_BYTES if single_copy else CHUNK_MIN_BYTES, []
+    while size <= (LENT_CHUNK_MAX_BYTES if single_copy else CHUNK_MAX_BYTES):
+        if least <= size <= most:
+            sizes.append(size)
+        size *= 2
+    return tuple(sizes) or (max(least, min(CHUNK_MIN_BYTES, most)),)

@@ -14,13 +14,12 @@ from operator import attrgetter
 from typing import Final
 
 from asyncdist.plan.algorithms.registry import FAMILIAR, algorithms, build, find, needs_lane, ordered_algorithms
+from asyncdist.plan.chunks import WINDOW
 from asyncdist.plan.problem import COLLECTIVES, EXCHANGES, Problem
 from asyncdist.plan.records import NO_LANE, USUAL_LANE, LaneMemory
-from asyncdist.plan.selection.prediction import Prediction, predict
-from asyncdist.plan.selection.shared_chunks import shared_chunk_sizes
+from asyncdist.plan.selection.prediction import Prediction, predict, shared_chunk_sizes
 from asyncdist.plan.selection.tuning import DEFAULT_TUNING, Tuning
 from asyncdist.plan.steps import Plan
-from asyncdist.plan.window import WINDOW
 
 __all__ = ["algorithms", "candidates", "choose", "chunk_sizes", "parse_overrides", "plan_for", "plan_id", "usable"]
 

@@ -26,7 +26,7 @@ from heapq import heappop, heappush
 from typing import Final, NamedTuple
 
 from asyncdist.plan.cost.constants import COPY_SHARE, Constants
-from asyncdist.plan.cost.shared_load import RETURNED_S
+from asyncdist.plan.cost.load import RETURNED_S
 from asyncdist.plan.records import SINGLE_COPY_BYTES
 from asyncdist.plan.steps import Copy, Fetch, FetchReduce, Plan, Publish, Recv, RecvReduce, Reduce, Send, Step
 

@@ -2,29 +2,31 @@
 
 Three ways:
 
-1. Rotation (`simulation.rotation`): one rank, or one host's, stands for all, where plans say so. Exact.
+1. Rotation (`simulation.shortcuts`): one rank, or one host's, stands for all, where plans say so. Exact.
 2. Events (`simulation.events`): all ranks' plans are run together. Exact.
-3. Growth (`growth`): the time of a world of more than `EXACT_WORLD` ranks follows from those of smaller ones, by rounds
-   or by levels.
+3. Growth (`simulation.shortcuts`): the time of a world of more than `EXACT_WORLD` ranks follows from those of smaller
+   ones, by rounds or by levels.
 
-The result depends on the arguments alone, to the last bit.
+The result depends on the arguments alone, to the last bit. A `Sweep` is the cells of a table or plot.
 """
 
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
 from asyncdist.plan.algorithms.registry import algorithms, build, needs_lane
 from asyncdist.plan.cost.constants import Constants
-from asyncdist.plan.cost.shared_load import slowness_of
-from asyncdist.plan.problem import VECTOR_COLLECTIVES, Problem
+from asyncdist.plan.cost.load import slowness_of
+from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, PRIVATE_COLLECTIVES, VECTOR_COLLECTIVES, Problem
+from asyncdist.plan.selection.selector import candidates
+from asyncdist.plan.selection.tuning import Tuning
 from asyncdist.plan.simulation.events import Hosts, feeds_of, run
-from asyncdist.plan.simulation.growth import grow, growth_of
-from asyncdist.plan.simulation.rotation import rotated, rotation_of
+from asyncdist.plan.simulation.shortcuts import grow, growth_of, rotated, rotation_of
 
-__all__ = ["EXACT_WORLD", "Method", "simulate"]
+__all__ = ["EXACT_WORLD", "Method", "Sweep", "simulate", "simulated_collectives"]
 
 EXACT_WORLD: Final = 512
 """Largest world whose ranks are all simulated: a few seconds for the algorithms with most steps."""
@@ -125,3 +127,48 @@ def _affordable_ranks(problem: Problem, algorithm: str, chunk_length: int) -> in
     """Ranks of the world to grow from, judged by the steps of one in the middle."""
     steps = len(build(problem, algorithm, problem.world // 2, chunk_length).steps)
     return max(SMALLEST_BASE, min(LARGEST_BASE, BASE_STEPS // max(1, steps)))
+
+
+CHUNKS_MAX: Final = 256
+"""Chunks of a vector that are simulated. With more the time of small chunks is the same within a percent, and that of
+the simulation is not."""
+
+
+def simulated_collectives() -> tuple[str, ...]:
+    """Names of the collectives that can be simulated."""
+    return tuple(
+        name for name in (*BLOCK_COLLECTIVES, *EXCHANGES, *VECTOR_COLLECTIVES) if name not in PRIVATE_COLLECTIVES
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """What all cells of a table have in common. `ranks_per_host` consecutive ranks share a host."""
+
+    collective: str
+    constants: Constants
+    ranks_per_host: int = 1
+    itemsize: int = 4
+    method: Method = Method.AUTO
+
+    def seconds(self, algorithm: str, world: int, nbytes: int) -> float:
+        """Simulate one cell: a vector of `nbytes` in all (of all_to_all: what one rank sends), rounded up to elements.
+
+        Chunks are those the selector would take for this algorithm, or larger where there would be very many. In
+        worlds of no whole number of hosts, every rank is its own host. Raises ValueError as `simulate` does.
+        """
+        problem = self.problem(world, nbytes)
+        tuning = Tuning(self.constants, problem.ranks_per_host)
+        found = candidates(problem, self.itemsize, tuning, algorithm=algorithm)
+        chunk_bytes = max(found[0].chunk_bytes if found else 0, nbytes // CHUNKS_MAX, self.itemsize)
+        chunk_length = chunk_bytes // self.itemsize
+        return simulate(problem, algorithm, self.itemsize, self.constants, chunk_length, method=self.method)
+
+    def problem(self, world: int, nbytes: int) -> Problem:
+        """Return the problem of one cell."""
+        per_host = self.ranks_per_host if world % self.ranks_per_host == 0 else 1
+        return Problem.of_bytes(self.collective, world, nbytes, self.itemsize, ranks_per_host=per_host)
+
+    def algorithms(self) -> tuple[str, ...]:
+        """Names of the algorithms of the collective."""
+        return algorithms(self.collective)

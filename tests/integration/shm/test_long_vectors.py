@@ -10,7 +10,7 @@ from jobs import run_ranks
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared on Linux only")
 
 LONG = """
-from asyncdist.plan.repeated import RepeatedSteps
+from asyncdist.plan.steps import RepeatedSteps
 
 async def main():
     async with dist.init_process_group() as group:

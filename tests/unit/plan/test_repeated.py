@@ -13,8 +13,7 @@ from asyncdist.plan.algorithms.registry import SHARED_ALGORITHMS, build
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, PRIVATE_COLLECTIVES, Problem
 from asyncdist.plan.proof.verify import PlanError, verify
-from asyncdist.plan.repeated import Gap, RepeatedSteps, repeats
-from asyncdist.plan.steps import Buffer, Copy, Fetch, Plan, Publish, Recv, Slice
+from asyncdist.plan.steps import Buffer, Copy, Fetch, Gap, Plan, Publish, Recv, RepeatedSteps, Slice, repeats
 from asyncdist.plan.summary import items, needs, peers
 
 ALGORITHMS = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncdist.plan.window import WINDOW, Window, first_that_fits
+from asyncdist.plan.chunks import WINDOW, Window, first_that_fits
 
 
 @pytest.mark.parametrize(("added", "waits_for"), [(WINDOW - 1, None), (WINDOW, 0), (WINDOW + 1, 1)])

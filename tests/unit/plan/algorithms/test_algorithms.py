@@ -6,9 +6,9 @@ import pytest
 
 from asyncdist.plan.algorithms import ring
 from asyncdist.plan.algorithms.registry import algorithms, build
+from asyncdist.plan.chunks import WINDOW
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Copy, Recv, RecvReduce, Reduce, Send, Symmetry
-from asyncdist.plan.window import WINDOW
 
 WORLDS = [2, 3, 4, 5, 7, 8, 13, 16]
 

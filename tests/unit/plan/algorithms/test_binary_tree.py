@@ -6,8 +6,8 @@ import pytest
 from plan_counts import plans_of, received, rounds, sent
 
 from asyncdist.plan.algorithms.trees import tree_node
+from asyncdist.plan.chunks import WINDOW
 from asyncdist.plan.steps import Recv, Reduce, Send
-from asyncdist.plan.window import WINDOW
 
 WORLDS = [2, 3, 5, 8, 13, 24, 33]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from plan_counts import peers, plans_of, received, rounds, sent
 
-from asyncdist.plan.algorithms.tree_pipeline import SENDS_UP
+from asyncdist.plan.algorithms.trees import SENDS_UP
+from asyncdist.plan.chunks import WINDOW
 from asyncdist.plan.cost.constants import ASYNCIO_TCP
-from asyncdist.plan.simulation.sweep import Sweep
+from asyncdist.plan.simulation.simulate import Sweep
 from asyncdist.plan.steps import Recv, Send
-from asyncdist.plan.window import WINDOW
 
 WORLDS = [2, 3, 4, 5, 6, 8, 13, 24, 33, 64]
 TOTAL = 48

@@ -6,10 +6,10 @@ import pytest
 
 from asyncdist.plan.algorithms import linear
 from asyncdist.plan.algorithms.registry import algorithms, build, ordered_algorithms
+from asyncdist.plan.chunks import WINDOW
 from asyncdist.plan.problem import Problem
-from asyncdist.plan.proof.cases import exchange_problems, private_problems
+from asyncdist.plan.proof.prove import exchange_problems, private_problems
 from asyncdist.plan.steps import Buffer, Copy, Recv, RecvReduce, Send, Symmetry
-from asyncdist.plan.window import WINDOW
 
 WORLDS = [2, 3, 4, 5, 7, 8, 13, 16, 33]
 

@@ -7,10 +7,10 @@ from plan_counts import peers, plans_of, received, rounds, sent
 
 from asyncdist.plan.algorithms.fold import Fold
 from asyncdist.plan.algorithms.registry import build
+from asyncdist.plan.chunks import WINDOW
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.proof.verify import verify
 from asyncdist.plan.steps import Recv, RecvReduce, Send
-from asyncdist.plan.window import WINDOW
 
 POWERS = [2, 4, 8, 16, 64]
 OTHERS = [3, 5, 6, 7, 12, 13, 33]

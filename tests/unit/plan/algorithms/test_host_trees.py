@@ -7,9 +7,9 @@ from plan_counts import plans_of, received, rounds, sent
 
 from asyncdist.plan.algorithms.host_trees import host_pair, host_tree, rooted_host_pair
 from asyncdist.plan.algorithms.trees import NO_PARENT, pair_nodes, pair_tops, rooted_pair_nodes, tree_node
+from asyncdist.plan.chunks import WINDOW
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Send
-from asyncdist.plan.window import WINDOW
 
 SHAPES = [(2, 2), (2, 3), (3, 2), (4, 4), (5, 3), (6, 8), (7, 5), (8, 6), (13, 2)]
 """Hosts, and ranks of each."""

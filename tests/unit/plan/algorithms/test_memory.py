@@ -6,8 +6,8 @@ import pytest
 from plan_counts import staged
 
 from asyncdist.plan.algorithms.registry import build
+from asyncdist.plan.chunks import WINDOW
 from asyncdist.plan.problem import Problem
-from asyncdist.plan.window import WINDOW
 
 LARGE = ["ring", "ring_2d", "circulant", "halving_doubling", "binary_tree", "double_tree"]
 

@@ -19,12 +19,12 @@ from asyncdist.plan.algorithms.registry import (
     needs_lane,
     ordered_algorithms,
 )
-from asyncdist.plan.algorithms.slices import Slices
+from asyncdist.plan.algorithms.shared_reduce import Slices
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, PRIVATE_COLLECTIVES, Problem
 from asyncdist.plan.proof.verify import PlanError, verify, verify_rotated
-from asyncdist.plan.selection import shared_chunks
-from asyncdist.plan.selection.shared_chunks import MAX_SHARED_RANKS, largest_item_bytes, shared_chunk_sizes
+from asyncdist.plan.selection import prediction
+from asyncdist.plan.selection.prediction import MAX_SHARED_RANKS, largest_item_bytes, shared_chunk_sizes
 from asyncdist.plan.steps import Buffer, Copy, Fetch, FetchReduce, Publish, Slice, Symmetry
 
 SHARED = [
@@ -250,27 +250,27 @@ def test_chunks_fit_the_lane(collective, algorithm, lane_bytes):
             sizes = shared_chunk_sizes(Problem.of(collective, world, count), algorithm, 1, lane_bytes)
             assert sizes
             for size in sizes:
-                assert 1 <= size <= largest_item_bytes(lane_bytes, shared_chunks.LEAST_ITEMS)
+                assert 1 <= size <= largest_item_bytes(lane_bytes, prediction.LEAST_ITEMS)
                 items = total // (world if collective in ("all_gather", "gather") else 1) // size
-                full = size >= largest_item_bytes(lane_bytes, shared_chunks.LEAST_ITEMS) - 1
-                assert items <= shared_chunks.ITEMS_MAX or full
+                full = size >= largest_item_bytes(lane_bytes, prediction.LEAST_ITEMS) - 1
+                assert items <= prediction.ITEMS_MAX or full
 
 
 def test_chunks_are_shorter_where_there_are_more_slices():
     problem = Problem.of("all_reduce", 4, 64 * MIB)
-    assert max(shared_chunk_sizes(problem, "shared", 1, 8 * MIB)) == shared_chunks.CHUNK_MAX_BYTES
+    assert max(shared_chunk_sizes(problem, "shared", 1, 8 * MIB)) == prediction.CHUNK_MAX_BYTES
     many = Problem.of("all_reduce", MAX_SHARED_RANKS, 64 * MIB)
-    assert shared_chunk_sizes(many, "shared", 1, 2 * MIB) == (shared_chunks.CHUNK_MIN_BYTES,)
+    assert shared_chunk_sizes(many, "shared", 1, 2 * MIB) == (prediction.CHUNK_MIN_BYTES,)
     between = shared_chunk_sizes(Problem.of("all_reduce", 16, 64 * MIB), "shared", 1, 8 * MIB)
     assert max(between) * 16 * 3 <= 8 * MIB
 
 
 def test_few_chunks_at_the_limit_and_one_past():
     """From one byte more on, chunks are longer."""
-    at = shared_chunks.ITEMS_MAX * shared_chunks.CHUNK_MAX_BYTES
-    assert shared_chunk_sizes(Problem.of("broadcast", 2, at), "shared", 1, 8 * MIB) == (shared_chunks.CHUNK_MAX_BYTES,)
+    at = prediction.ITEMS_MAX * prediction.CHUNK_MAX_BYTES
+    assert shared_chunk_sizes(Problem.of("broadcast", 2, at), "shared", 1, 8 * MIB) == (prediction.CHUNK_MAX_BYTES,)
     past = shared_chunk_sizes(Problem.of("broadcast", 2, at + 1), "shared", 1, 8 * MIB)
-    assert past == (shared_chunks.CHUNK_MAX_BYTES + 1,)
+    assert past == (prediction.CHUNK_MAX_BYTES + 1,)
 
 
 def test_plans_and_lanes_are_for_as_many_ranks():

@@ -12,7 +12,7 @@ from plan_interpreter import check_results, run
 
 from asyncdist.plan.algorithms.registry import build
 from asyncdist.plan.problem import PRIVATE_COLLECTIVES, Problem
-from asyncdist.plan.proof.cases import exchange_problems, private_problems
+from asyncdist.plan.proof.prove import exchange_problems, private_problems
 from asyncdist.plan.proof.verify import PlanError, verify
 from asyncdist.plan.records import NO_LANE, USUAL_LANE
 from asyncdist.plan.selection.selector import choose, parse_overrides, plan_for, plan_id

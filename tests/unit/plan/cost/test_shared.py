@@ -12,9 +12,8 @@ from asyncdist.plan.algorithms.registry import SHARED_ALGORITHMS, build, find, n
 from asyncdist.plan.cost.constants import ASYNCIO, SHARED_MEMORY, Constants, SharedMemory
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, PRIVATE_COLLECTIVES, REDUCTIONS, Problem
 from asyncdist.plan.records import PAYLOAD_SHARE, PIECES_BYTES, USUAL_LANE, LaneMemory
-from asyncdist.plan.selection.prediction import predict, shape_of
+from asyncdist.plan.selection.prediction import predict, shape_of, shared_chunk_sizes
 from asyncdist.plan.selection.selector import candidates, choose, parse_overrides, plan_for, usable
-from asyncdist.plan.selection.shared_chunks import shared_chunk_sizes
 from asyncdist.plan.selection.tuning import Tuning, constants_from_terms, constants_to_terms
 from asyncdist.plan.simulation.simulate import simulate
 from asyncdist.plan.steps import Copy, Fetch, FetchReduce, Publish, Reduce

@@ -7,12 +7,11 @@ import pytest
 
 from asyncdist.plan.algorithms.registry import SHARED_ALGORITHMS
 from asyncdist.plan.cost.constants import ASYNCIO, Constants, SharedMemory
-from asyncdist.plan.cost.shared_load import RETURNED_S
+from asyncdist.plan.cost.load import RETURNED_S
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, PRIVATE_COLLECTIVES, Problem
 from asyncdist.plan.records import SINGLE_COPY_BYTES, USUAL_LANE, LaneMemory
-from asyncdist.plan.selection.prediction import predict
+from asyncdist.plan.selection.prediction import LEAST_ITEMS, largest_item_bytes, predict, shared_chunk_sizes
 from asyncdist.plan.selection.selector import candidates, choose, plan_for
-from asyncdist.plan.selection.shared_chunks import LEAST_ITEMS, largest_item_bytes, shared_chunk_sizes
 from asyncdist.plan.selection.tuning import Tuning
 from asyncdist.plan.simulation.simulate import simulate
 from asyncdist.plan.steps import Publish

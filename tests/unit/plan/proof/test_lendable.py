@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from asyncdist.plan.algorithms.registry import build
-from asyncdist.plan.lending import lendable
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.proof.verify import PlanError, verify
 from asyncdist.plan.steps import Buffer, Plan, Publish
+from asyncdist.plan.summary import lendable
 
 CHUNK = 3
 

@@ -22,7 +22,7 @@ from plan_mutants import CLAIMS, MISTAKES, plant
 from asyncdist.plan.algorithms.registry import ALGORITHMS, algorithms, build
 from asyncdist.plan.chunks import offsets
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, REDUCTIONS, Problem
-from asyncdist.plan.proof.cases import exchange_problems, private_problems
+from asyncdist.plan.proof.prove import exchange_problems, private_problems
 from asyncdist.plan.proof.relabel import Relabelling, rotated_problem
 from asyncdist.plan.proof.verify import PlanError, verify, verify_rotated
 from asyncdist.plan.steps import Buffer, Copy, Fetch, FetchReduce, Publish, Recv, RecvReduce, Reduce, Send, Symmetry

@@ -12,11 +12,9 @@ from asyncdist.cli.prove_command import parse_worlds, prove_command
 from asyncdist.plan.algorithms.host_trees import _Hosts
 from asyncdist.plan.algorithms.registry import ALGORITHMS, algorithms, build
 from asyncdist.plan.problem import Problem
-from asyncdist.plan.proof.cases import BY_HOST, SINGLE_COPIES, THOROUGH, families
-from asyncdist.plan.proof.prove import MAX_STEPS, prove
+from asyncdist.plan.proof.prove import BY_HOST, MAX_STEPS, SINGLE_COPIES, THOROUGH, families, prove
 from asyncdist.plan.proof.verify import PlanError
-from asyncdist.plan.repeated import RepeatedSteps
-from asyncdist.plan.steps import Plan
+from asyncdist.plan.steps import Plan, RepeatedSteps
 
 EVERY_COUNT = 9
 """The largest world proven with every count here: powers of two, primes, odd and even composites are among them."""

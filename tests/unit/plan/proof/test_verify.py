@@ -10,7 +10,7 @@ import pytest
 from asyncdist.plan.algorithms.registry import ALGORITHMS, algorithms, build, ordered_algorithms
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, REDUCTIONS, Problem
-from asyncdist.plan.proof.cases import exchange_problems
+from asyncdist.plan.proof.prove import exchange_problems
 from asyncdist.plan.proof.verify import PlanError, verify
 from asyncdist.plan.steps import Buffer, Copy, Plan, Recv, RecvReduce, Reduce, Send, Slice, Symmetry
 

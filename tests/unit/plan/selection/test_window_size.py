@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from asyncdist.plan.algorithms.registry import ALGORITHMS, build
+from asyncdist.plan.chunks import WINDOW
 from asyncdist.plan.cost.constants import ASYNCIO, Link
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, Problem
-from asyncdist.plan.proof.cases import exchange_problems, private_problems
+from asyncdist.plan.proof.prove import exchange_problems, private_problems
 from asyncdist.plan.proof.verify import verify
 from asyncdist.plan.selection.selector import (
     CHUNK_MAX_BYTES,
@@ -21,7 +22,6 @@ from asyncdist.plan.selection.selector import (
     window_size,
 )
 from asyncdist.plan.selection.tuning import Tuning
-from asyncdist.plan.window import WINDOW
 
 GIGABIT = 1 / 125e6
 

@@ -1,7 +1,16 @@
-"""Growth: how the time of an algorithm grows with the world, so that large worlds need not be enumerated.
+"""The time of a large world without a simulation of all its ranks: from a few of them, or from smaller worlds.
 
-Simulated step by step, a world of 24,576 ranks has 10^6 steps with the best algorithms and 10^9 with a ring. But all
-of them repeat themselves:
+Rotation, which is exact: the plans of all ranks are those of a few with peers moved on.
+
+- A plan that claims `Symmetry.ROTATION` does on rank r + 1 what it does on rank r, with peers and blocks moved on by
+  one: one rank stands for all.
+- In a two-dimensional ring the same holds along rows and along columns.
+- Where hosts make a difference, the ranks of one host stand for those of all.
+
+What rank r gets from rank q at some time, the rank that stands for r gets from the one that stands for q at that time.
+
+Growth: simulated step by step, a world of 24,576 ranks has 10^6 steps with the best algorithms and 10^9 with a ring.
+But all of them repeat themselves:
 
 - ROUNDS: each rank more is a round more (rings), a hop more (chains), a message more (linear, pairwise). Time is a
   straight line over the world from a few ranks on, with the bytes of a round kept as they are.
@@ -20,14 +29,19 @@ the root or leaves and nothing meets, so that worlds of that kind show nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
 
+from asyncdist.plan.algorithms import ring_2d
 from asyncdist.plan.algorithms.algorithm import FEWEST_HOSTS, Growth, Kept, Pace
-from asyncdist.plan.algorithms.registry import find
-from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, ROOTED, Problem
+from asyncdist.plan.algorithms.registry import build, find
+from asyncdist.plan.cost.constants import Constants
+from asyncdist.plan.cost.load import slowness_of
+from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, ROOTED, VECTOR_COLLECTIVES, Problem
+from asyncdist.plan.simulation.events import Feeds, Hosts, run
+from asyncdist.plan.steps import Plan, Recv, RecvReduce, Send, Symmetry
 
-__all__ = ["grow", "growth_of"]
+__all__ = ["Rotation", "grow", "growth_of", "rotated", "rotation_of"]
 
 Timing = Callable[[Problem], float]
 """Seconds of a problem that is small enough to be simulated."""
@@ -37,6 +51,83 @@ LINE_RANKS: Final = 64
 
 DEARER: Final = 4
 """How many times as many ranks as are asked for are simulated rather than look at fewer levels together."""
+
+
+class Rotation(NamedTuple):
+    """Ranks lie in rows of `width`; each of `period` consecutive ones stands for those some periods further on.
+
+    With `period` 1, ranks are moved along rows and columns; else by whole periods along the line of all ranks.
+    """
+
+    world: int
+    width: int
+    period: int
+
+    def moved(self, rank: int, start: int, end: int) -> int:
+        """Return where `rank` comes to when `start` comes to `end`."""
+        if self.period > 1:
+            return (rank + end - start) % self.world
+        column = (rank + end - start) % self.width
+        row = (rank // self.width + end // self.width - start // self.width) % (self.world // self.width)
+        return row * self.width + column
+
+
+def rotation_of(problem: Problem, algorithm: str, constants: Constants, chunk_length: int) -> Rotation | None:
+    """Return how the plans of a problem rotate, None if they do not, or not enough to save work."""
+    world = problem.world
+    even = problem.even and (problem.collective not in VECTOR_COLLECTIVES or problem.total % world == 0)
+    if problem.private or not even:
+        return None
+    width = 1
+    if algorithm == "ring_2d":
+        width = ring_2d.row_length(problem)
+    elif build(problem, algorithm, 0, chunk_length).symmetry is not Symmetry.ROTATION:
+        return None
+    period = 1
+    if constants.between is not None or constants.cores:
+        period = problem.ranks_per_host
+    if period >= world or world % period or (period > 1 and period % width):
+        return None
+    return Rotation(world, width, period)
+
+
+def rotated(
+    problem: Problem, algorithm: str, itemsize: int, constants: Constants, chunk_length: int, rotation: Rotation
+) -> float:
+    """Return the seconds of a problem whose plans rotate.
+
+    Ranks within the world stand for the others: the blocks of the first may happen not to wrap around.
+    """
+    first = problem.world // rotation.period // 3 * rotation.period
+    plans = [build(problem, algorithm, rank, chunk_length) for rank in range(first, first + rotation.period)]
+    return run(
+        plans,
+        _feeds(plans, rotation),
+        itemsize,
+        Hosts(constants, problem.ranks_per_host, slowness_of(problem, itemsize)),
+    )
+
+
+def _feeds(plans: Sequence[Plan], rotation: Rotation) -> Feeds:
+    """Match each receive with the send of the rank that stands for its peer."""
+    first = plans[0].rank
+    sends: dict[tuple[int, int, int], int] = {}
+    number = 0
+    for plan in plans:
+        for step in plan.steps:
+            if isinstance(step, Send):
+                sends[plan.rank, step.peer, step.slot] = number
+            number += 1
+    feeds: list[list[int]] = [[] for _ in range(number)]
+    number = 0
+    for plan in plans:
+        for step in plan.steps:
+            if isinstance(step, Recv | RecvReduce):
+                source = first + (step.peer - first) % rotation.period
+                target = rotation.moved(plan.rank, step.peer, source)
+                feeds[sends[source, target, step.slot]].append(number)
+            number += 1
+    return feeds
 
 
 def growth_of(problem: Problem, algorithm: str) -> Growth:
