@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from asyncdist.cli.sizes import BYTES
+from asyncdist.cli.tables import BYTES
 from bench import overlap, report, stress, targets
 from bench.candidates import PEERS
 from bench.command_line import Bar, ListOf

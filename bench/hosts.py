@@ -25,7 +25,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from asyncdist.cli.sizes import BYTES, show_bytes, show_seconds
+from asyncdist.cli.tables import BYTES, show_bytes, show_seconds
 from bench.candidates import ASYNCDIST_TCP, GLOO
 from bench.command_line import Bar, ListOf
 from bench.model import LARGE_BYTES, PROFILES, Candidate, Case, Cell, Profile, Subject

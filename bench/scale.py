@@ -24,7 +24,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from asyncdist.cli.sizes import show_bytes, show_seconds
+from asyncdist.cli.tables import show_bytes, show_seconds
 from asyncdist.plan.algorithms.ring_2d import row_length
 from asyncdist.plan.cost.constants import BUILT_IN, Constants
 from asyncdist.plan.problem import Problem

@@ -10,14 +10,14 @@ import click
 
 from asyncdist_server.serving.sockets import open_standard_descriptors
 
-__all__ = ["SuggestingGroup", "main"]
+__all__ = ["SuggestingGroup", "main", "token_command"]
 
 _COMMANDS: Final = {
     "explain": ("asyncdist.cli.explain_command", "explain_command"),
     "run": ("asyncdist.cli.run_command", "run_command"),
     "simulate": ("asyncdist.cli.simulate_command", "simulate_command"),
     "store": ("asyncdist.cli.store_commands", "store_group"),
-    "token": ("asyncdist.cli.token_command", "token_command"),
+    "token": ("asyncdist.cli", "token_command"),
     "tune": ("asyncdist.cli.tune_command", "tune_command"),
 }
 
@@ -57,3 +57,11 @@ class _LazyGroup(SuggestingGroup):
 def main() -> None:
     """Distributed communication for asyncio: launch workers, look into a store, measure and explain collectives."""
     open_standard_descriptors()
+
+
+@click.command("token", short_help="Print a new token for ASYNCDIST_TOKEN.")
+def token_command() -> None:
+    """Print a new token: 256 random bits, for ASYNCDIST_TOKEN or a file named by ASYNCDIST_TOKEN_FILE."""
+    from asyncdist_server.wire.auth import new_token
+
+    click.echo(new_token())

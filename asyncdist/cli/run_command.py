@@ -11,9 +11,7 @@ from typing import Any
 
 import click
 
-from asyncdist.cli.output_options import output_options, to_log_spec
-from asyncdist.cli.parsed_by import parsed_by
-from asyncdist.cli.torchrun_options import TorchrunCommand, unused_options
+from asyncdist.cli.run_options import TorchrunCommand, output_options, parsed_by, to_log_spec, unused_options
 from asyncdist.launch.config import (
     DEFAULT_GRACE_S,
     DEFAULT_JOIN_TIMEOUT_S,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -13,15 +14,12 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from asyncdist.cli.collective_name import CollectiveName
-from asyncdist.cli.named_constants import named_constants, transport_here
-from asyncdist.cli.simulate_plot import PlotUnavailableError, plot
-from asyncdist.cli.sizes import BYTES, show_bytes, show_seconds
-from asyncdist.cli.table_console import table_console
+from asyncdist.cli.plan_options import CollectiveName, named_constants, transport_here
+from asyncdist.cli.tables import BYTES, show_bytes, show_seconds, table_console
 from asyncdist.plan.cost.constants import BUILT_IN, Constants, Link
 from asyncdist.plan.simulation.simulate import Method, Sweep, simulated_collectives
 
-__all__ = ["SECONDS", "simulate_command"]
+__all__ = ["SECONDS", "PlotUnavailableError", "plot", "plotted_sizes", "plotted_worlds", "simulate_command"]
 
 MAX_WORLD: Final = 1 << 20
 """Largest world that is simulated: a rank's plan has a number for every rank's block."""
@@ -195,3 +193,63 @@ def _table(times_s: Mapping[int, Mapping[str, float]]) -> Table:
         cells = [(show_seconds(column[name]), column[name] == best_s[nbytes]) for nbytes, column in times_s.items()]
         table.add_row(name, *(f"[bold]{text}[/]" if best else text for text, best in cells))
     return table
+
+
+SIZES: Final = (8, 1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 23, 1 << 26, 1 << 30)
+"""Bytes over which a picture is drawn where fewer than two were given."""
+
+WIDTH_INCHES: Final = 11.0
+HEIGHT_INCHES: Final = 4.6
+DOTS_PER_INCH: Final = 100
+
+
+class PlotUnavailableError(RuntimeError):
+    """There is no matplotlib; the message says what to install."""
+
+
+def plotted_sizes(given: Sequence[int]) -> tuple[int, ...]:
+    """Sizes on the axis: those given, or the usual ones if that is one alone."""
+    return tuple(sorted(set(given))) if len(set(given)) > 1 else SIZES
+
+
+def plotted_worlds(largest: int, ranks_per_host: int) -> tuple[int, ...]:
+    """Worlds on the axis: two hosts, four, eight ... and the largest."""
+    worlds = [largest]
+    world = 2 * ranks_per_host
+    while world < largest:
+        worlds.append(world)
+        world *= 2
+    return tuple(sorted(worlds))
+
+
+def plot(sweep: Sweep, names: Sequence[str], world: int, sizes: Sequence[int], path: Path) -> None:
+    """Draw time against ranks (for the smallest size) and against bytes (in a world of `world`) into `path`.
+
+    Raises PlotUnavailableError without matplotlib, ValueError for a kind of file it does not know.
+    """
+    try:
+        figures = importlib.import_module("matplotlib.figure")
+    except ImportError as error:
+        raise PlotUnavailableError("--plot needs matplotlib: pip install 'asyncdist[plot]'") from error
+    figure = figures.Figure(figsize=(WIDTH_INCHES, HEIGHT_INCHES), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    smallest = min(sizes)
+    worlds = plotted_worlds(world, sweep.ranks_per_host)
+    _lines(left, worlds, {name: [sweep.seconds(name, each, smallest) for each in worlds] for name in names})
+    left.set(title=f"{sweep.collective} of {show_bytes(smallest)}", xlabel="ranks")
+    nbytes = plotted_sizes(sizes)
+    _lines(right, nbytes, {name: [sweep.seconds(name, world, each) for each in nbytes] for name in names})
+    right.set(title=f"{sweep.collective} on {world} ranks", xlabel="bytes")
+    right.set_xticks([each for each in SIZES if nbytes[0] <= each <= nbytes[-1]])
+    right.set_xticklabels([show_bytes(each) for each in SIZES if nbytes[0] <= each <= nbytes[-1]], rotation=40)
+    left.legend(fontsize="small")
+    figure.savefig(path, dpi=DOTS_PER_INCH)
+
+
+def _lines(axes: Any, where: Sequence[int], times_s: dict[str, list[float]]) -> None:
+    for name, values in times_s.items():
+        axes.plot(where, values, marker=".", label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_ylabel("seconds")
+    axes.grid(visible=True, which="major", alpha=0.3)

@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import json
 import os
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import click
 
 from asyncdist.cli import SuggestingGroup
-from asyncdist.cli.key_argument import key_argument, key_text
-from asyncdist.cli.store_observe_commands import namespaces_command, status_command, waits_command, watch_command
 from asyncdist.errors import DistError
 from asyncdist.launch.config import Endpoint, parse_endpoint
-from asyncdist.store import Store, TCPStore, TLSConfig
+from asyncdist.store import Store, TCPStore, TLSConfig, WaitingClient
+from asyncdist.store.arguments import decoded_key, encoded_key
 from asyncdist.store.credentials import load_tls
+from asyncdist.store.tcp_store import StoreObserver
 from asyncdist_server.wire.auth import load_token, read_token_file
+from asyncdist_server.wire.key_text import escaped, unescaped
 
 __all__ = ["store_group"]
 
 DEFAULT_TIMEOUT_S: Final = 10.0
 """Somebody sits at the keyboard."""
+
+SHOWN_VALUE_BYTES: Final = 60
+"""What a line of `watch` shows of a value."""
 
 T = TypeVar("T")
 
@@ -83,6 +90,26 @@ class _StoreGroup(SuggestingGroup):
             raise click.UsageError(f"{name} goes before the command: {where} ...", error.ctx) from None
 
 
+def _key_argument(text: str) -> str:
+    """Return the key as the store's methods take it: the `type` of a click argument."""
+    try:
+        return decoded_key(unescaped(text))
+    except ValueError as error:
+        raise click.BadParameter(f"{text!r}: {error}.") from error
+
+
+def _key_text(key: str) -> str:
+    """Return `key` as a command shows it, and takes it."""
+    return escaped(encoded_key(key))
+
+
+def _printable(text: str) -> str:
+    """Return `text` with escapes, as in Python, for what is no visible character."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
 @click.group("store", cls=_StoreGroup)
 @click.option(
     "--store", "where", metavar="HOST:PORT", help="The daemon; else ASYNCDIST_STORE, else MASTER_ADDR:MASTER_PORT."
@@ -124,7 +151,7 @@ def store_group(
 
 
 @store_group.command("get")
-@click.argument("key", type=key_argument)
+@click.argument("key", type=_key_argument)
 @click.pass_obj
 def get_command(target: Target, key: str) -> None:
     """Print the value of KEY, waiting for it until the time-out. On a terminal a new line follows it."""
@@ -133,7 +160,7 @@ def get_command(target: Target, key: str) -> None:
 
 
 @store_group.command("set")
-@click.argument("key", type=key_argument)
+@click.argument("key", type=_key_argument)
 @click.argument("value")
 @click.pass_obj
 def set_command(target: Target, key: str, value: str) -> None:
@@ -143,7 +170,7 @@ def set_command(target: Target, key: str, value: str) -> None:
 
 
 @store_group.command("add", context_settings={"ignore_unknown_options": True})
-@click.argument("key", type=key_argument)
+@click.argument("key", type=_key_argument)
 @click.argument("amount", type=int, default=1)
 @click.pass_obj
 def add_command(target: Target, key: str, amount: int) -> None:
@@ -152,7 +179,7 @@ def add_command(target: Target, key: str, amount: int) -> None:
 
 
 @store_group.command("wait")
-@click.argument("keys", nargs=-1, required=True, type=key_argument)
+@click.argument("keys", nargs=-1, required=True, type=_key_argument)
 @click.pass_obj
 def wait_command(target: Target, keys: tuple[str, ...]) -> None:
     """Wait until all KEYS exist. Fails with those still missing when the time-out ends."""
@@ -160,7 +187,7 @@ def wait_command(target: Target, keys: tuple[str, ...]) -> None:
 
 
 @store_group.command("del")
-@click.argument("keys", nargs=-1, required=True, type=key_argument)
+@click.argument("keys", nargs=-1, required=True, type=_key_argument)
 @click.pass_obj
 def del_command(target: Target, keys: tuple[str, ...]) -> None:
     """Delete KEYS and print how many of them existed."""
@@ -172,16 +199,101 @@ def del_command(target: Target, keys: tuple[str, ...]) -> None:
 
 
 @store_group.command("ls")
-@click.argument("prefix", default="", type=key_argument)
+@click.argument("prefix", default="", type=_key_argument)
 @click.pass_obj
 def ls_command(target: Target, prefix: str) -> None:
     """Print the keys that begin with PREFIX, sorted, one a line."""
     for key in sorted(target.run(lambda store: store.list_keys(prefix))):
-        click.echo(key_text(key))
+        click.echo(_key_text(key))
 
 
-for _command in (watch_command, status_command, waits_command, namespaces_command):
-    store_group.add_command(_command)
+@store_group.command("watch")
+@click.argument("prefix", default="", type=_key_argument)
+@click.option("--count", type=click.IntRange(min=1), help="Stop after so many events.")
+@click.option("--from-revision", type=int, help="Begin with what happened at this revision, if it is still remembered.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line; values as text.")
+@click.pass_obj
+def watch_command(target: Target, prefix: str, count: int | None, from_revision: int | None, as_json: bool) -> None:
+    """Print what happens to keys that begin with PREFIX. One line an event, until interrupted."""
+
+    async def watch(store: TCPStore) -> None:
+        seen = 0
+        async with store.watch(prefix, from_revision) as events:
+            if not as_json:
+                click.echo(f"watching '{_key_text(prefix)}' from revision {events.revision}", err=True)
+            async for event in events:
+                text = event.value.decode(errors="replace")
+                key = _key_text(event.key)
+                if as_json:
+                    line = json.dumps({"revision": event.revision, "kind": event.kind, "key": key, "value": text})
+                else:
+                    shown = repr(event.value[:SHOWN_VALUE_BYTES])[1:]
+                    more = f" ... {len(event.value)} bytes" if len(event.value) > SHOWN_VALUE_BYTES else ""
+                    line = f"{event.revision} {event.kind} {key}"
+                    line += f" {shown}{more}" if event.kind == "set" else ""
+                click.echo(line)
+                seen += 1
+                if seen == count:
+                    return
+
+    target.run(watch)
+
+
+@store_group.command("status")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_obj
+def status_command(target: Target, as_json: bool) -> None:
+    """Print what the daemon holds, and its age. Connections, keys, bytes, waiters, leases, memory, incarnation."""
+    status = target.run(lambda store: store.status(), StoreObserver)
+    if as_json:
+        click.echo(json.dumps(status))
+        return
+    for name, value in status.items():
+        click.echo(f"{name.removesuffix('_bytes').removesuffix('_s').replace('_', ' '):20} {_readable(name, value)}")
+
+
+@store_group.command("waits")
+@click.option("--all-namespaces", is_flag=True, help="Those of all jobs, not only of the namespace.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_obj
+def waits_command(target: Target, all_namespaces: bool, as_json: bool) -> None:
+    """Print who waits for which keys since when, longest first. The first question in every hang."""
+    found = target.run(lambda store: store.waits(all_namespaces=all_namespaces), StoreObserver)
+    waits = [dataclasses.replace(wait, keys=tuple(map(_key_text, wait.keys))) for wait in found]
+    if as_json:
+        click.echo(json.dumps([{name: getattr(wait, name) for name in wait.__slots__} for wait in waits]))
+        return
+    if not waits:
+        click.echo("nobody waits")
+    for wait in waits:
+        click.echo(_sentence(wait, all_namespaces))
+
+
+@store_group.command("namespaces")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_obj
+def namespaces_command(target: Target, as_json: bool) -> None:
+    """Print the namespaces (jobs), most keys first."""
+    found = target.run(lambda store: store.namespaces(), StoreObserver)
+    if as_json:
+        click.echo(json.dumps(list(map(dataclasses.asdict, found))))
+        return
+    for each in found:
+        name = each.name or "the default namespace"
+        click.echo(_printable(f"{each.keys:9,} keys {each.queues:6,} queues {each.clients:6,} clients  {name}"))
+
+
+def _sentence(wait: WaitingClient, with_namespace: bool) -> str:
+    rank = "" if wait.rank is None else f"rank {wait.rank}, "
+    namespace = f" of {wait.namespace or 'the default namespace'}" if with_namespace else ""
+    who = ", ".join(part for part in (wait.client, wait.address) if part)
+    return _printable(f"{wait.waited:9.1f} s  {wait.operation} {', '.join(wait.keys)}  ({rank}{who}{namespace})")
+
+
+def _readable(name: str, value: Any) -> str:
+    if name.endswith("_bytes"):
+        return f"{value / 2**20:,.1f} MiB"
+    return str(timedelta(seconds=round(value))) if name.endswith("_s") else str(value)
 
 
 def _from_environment() -> str:

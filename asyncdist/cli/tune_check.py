@@ -9,14 +9,11 @@ from typing import Final
 
 from rich.table import Table
 
-from asyncdist.cli.sizes import show_bytes, show_seconds
-from asyncdist.cli.table_console import table_console
+from asyncdist.cli.tables import show_bytes, show_seconds, table_console
 from asyncdist.plan.cost.constants import Constants
-from asyncdist.tuning.check import CLOSE, TOLERABLE, Choice, judge, summary
-from asyncdist.tuning.exercises import EXERCISES
-from asyncdist.tuning.processes import Report
-from asyncdist.tuning.session import WORLDS, Cell, try_here
-from asyncdist.tuning.trials import Trial
+from asyncdist.tuning.fit import CLOSE, TOLERABLE, Choice, judge, summary
+from asyncdist.tuning.session import WORLDS, Cell, Report, try_here
+from asyncdist.tuning.trials import EXERCISES, Trial
 from asyncdist.world.tuning_file import VERSION, built_in_constants, host_cores, stored_constants
 
 __all__ = ["CHECKED_SIZES", "check_here", "measured_constants", "show_check"]

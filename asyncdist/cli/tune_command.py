@@ -1,11 +1,14 @@
-"""`asyncdist tune`: measure what messages, bytes and reductions cost here, and keep it for the selector."""
+"""`asyncdist tune`: measure what messages, bytes and reductions cost here, and keep it for the selector.
+
+With `--links` every rank of a world on several hosts runs this, to measure the link between two of them.
+"""
 
 from __future__ import annotations
 
 import datetime
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -15,16 +18,18 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from asyncdist.cli.sizes import show_seconds
-from asyncdist.cli.table_console import table_console
+from asyncdist.api.groups import new_group
+from asyncdist.cli.tables import show_seconds, table_console
 from asyncdist.cli.tune_check import check_here, measured_constants, show_check
-from asyncdist.cli.tune_links import measure_links
+from asyncdist.concurrency.loop import run
 from asyncdist.errors import DistError
+from asyncdist.group.process_group import ProcessGroup
+from asyncdist.init import init_process_group
 from asyncdist.plan.cost.constants import Link
 from asyncdist.plan.selection.tuning import constants_from_terms, constants_to_terms
 from asyncdist.transport.config import TRANSPORTS
-from asyncdist.tuning.processes import Report
-from asyncdist.tuning.session import find_here
+from asyncdist.tuning.links import measure_link
+from asyncdist.tuning.session import Report, find_here
 from asyncdist.world.tuning_file import built_in_constants, default_path, read_file, save_constants, stored_constants
 
 __all__ = ["tune_command"]
@@ -34,7 +39,6 @@ DEFAULT_SECONDS: Final = 16.0
 
 CHECK_SECONDS: Final = 60.0
 """For each transport: less would say more of the moment than of the algorithms."""
-
 
 LINK_SECONDS: Final = 5.0
 """Some hundred round trips and a few long messages of most networks."""
@@ -93,7 +97,7 @@ def tune_command(
             return
         if links:
             with _progress() as progress:
-                first = measure_links(transports, seconds or LINK_SECONDS, path, _reporter(progress, "link"))
+                first = _measure_links(transports, seconds or LINK_SECONDS, path, _reporter(progress, "link"))
             if not first:
                 return
         elif not show:
@@ -118,7 +122,7 @@ def _measure_all(transports: tuple[str, ...], seconds: float, path: Path) -> Non
             found = find_here(transport, seconds / len(transports), _reporter(progress, transport))
             # Rejects what cannot be: a clock that stood still, say.
             constants = constants_from_terms(
-                constants_to_terms(replace(found.constants, between=_link(path, transport)))
+                constants_to_terms(replace(found.constants, between=_stored_link(path, transport)))
             )
             details = {
                 "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -130,7 +134,7 @@ def _measure_all(transports: tuple[str, ...], seconds: float, path: Path) -> Non
             save_constants(path, transport, constants, details)
 
 
-def _link(path: Path, transport: str) -> Link | None:
+def _stored_link(path: Path, transport: str) -> Link | None:
     """What a file says of links between hosts, which only --links measures."""
     try:
         constants = stored_constants(path, transport)
@@ -174,6 +178,50 @@ def _machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "python": platform.python_version(),
     }
+
+
+def _measure_links(transports: Sequence[str], seconds: float, path: Path, report: Callable[[str, float], None]) -> bool:
+    """Join the world of this process's environment, measure between rank 0 and the last, and write rank 0's file.
+
+    Returns whether this is rank 0. Raises ValueError without a world of several hosts, and what joining it does.
+    """
+    if not os.environ.get("RANK"):
+        raise ValueError(
+            "--links measures between hosts: run it on two at once, e.g. `asyncdist run --nnodes 2 --nproc-per-node 1 "
+            "--rdzv-endpoint HOST:PORT -m asyncdist tune --links` on each"
+        )
+    return run(_measure_in_world(transports, seconds, path, report))
+
+
+async def _measure_in_world(
+    transports: Sequence[str], seconds: float, path: Path, report: Callable[[str, float], None]
+) -> bool:
+    async with init_process_group() as group:
+        if group.size < 2:
+            raise ValueError("--links needs ranks on two hosts, but this world has one rank")
+        last = group.size - 1
+        pair = new_group([0, last])
+        if isinstance(pair, ProcessGroup):
+            link = await measure_link(pair, seconds, report)
+            connection = group.world.mesh.describe(last if group.rank == 0 else 0)
+            if "tcp" not in connection:
+                raise ValueError(f"--links measures between hosts, but ranks 0 and {last} share one ({connection})")
+            if group.rank == 0:
+                _save_link(path, transports, link, connection)
+        await group.barrier()
+        return group.rank == 0
+
+
+def _save_link(path: Path, transports: Sequence[str], link: Link, connection: str) -> None:
+    """Put the link beside what the file says of the host, or beside built-in constants."""
+    entries: dict[str, Any] = read_file(path)["transports"] if path.exists() else {}
+    measured = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "connection": connection}
+    for transport in transports:
+        entry = dict(entries.get(transport) or {})
+        terms = entry.pop("constants", None)
+        constants = built_in_constants(transport) if terms is None else constants_from_terms(terms)
+        constants = constants_from_terms(constants_to_terms(replace(constants, between=link)))
+        save_constants(path, transport, constants, {**entry, "link": measured})
 
 
 def _show(path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Fit: the constants of the cost model with which it says what trials took, or comes as close as it can.
+"""The cost model against trials: constants that fit them, and whether the selector chooses what is fastest.
+
+Fit: the constants of the cost model with which it says what trials took, or comes as close as it can.
 
 Gauss and Newton's method on the logarithms of constants and of times, so that nothing becomes negative and a time that
 is half of what it should be counts as much as one that is twice as long. Each constant is pulled toward where it began:
@@ -8,20 +10,24 @@ what no trial depends on stays as it was.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from operator import attrgetter
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from asyncdist.plan.algorithms.registry import needs_lane
 from asyncdist.plan.cost.constants import Constants
 from asyncdist.plan.problem import Problem
-from asyncdist.plan.records import USUAL_LANE
+from asyncdist.plan.records import NO_LANE, USUAL_LANE
 from asyncdist.plan.selection.prediction import seconds_by
-from asyncdist.tuning.exercises import ITEMSIZE
-from asyncdist.tuning.trials import Trial
+from asyncdist.plan.selection.selector import candidates
+from asyncdist.plan.selection.tuning import Tuning
+from asyncdist.tuning.trials import ITEMSIZE, Trial
 
-__all__ = ["fitted"]
+__all__ = ["CLOSE", "TOLERABLE", "Choice", "Judged", "Summary", "fitted", "judge", "summary"]
 
 OF_MESSAGES: Final = ("alpha_s", "beta_s", "gamma_s", "overhead_s", "copy_s", "turn_s")
 OF_SHARED_MEMORY: Final = ("wake_s", "step_s", "operand_s", "copy_s", "reduce_s", "begin_s", "read_s")
@@ -39,6 +45,13 @@ FAR: Final = math.log(20)
 """A constant that moves further than this factor has not been measured but has been left over."""
 
 STEP: Final = 1e-3
+
+
+CLOSE: Final = 1.1
+"""Within this factor of the fastest, the next measurement may say the opposite."""
+
+TOLERABLE: Final = 1.3
+"""Beyond this one, the cost model is wrong."""
 
 
 def fitted(trials: Sequence[Trial], start: Constants, cores: int) -> Constants:
@@ -98,3 +111,68 @@ def _moved(start: Constants, names: Sequence[str], by: np.ndarray[tuple[int], np
         },
     )
     return replace(start, **changes)
+
+
+class Judged(NamedTuple):
+    """One candidate: what it took, and what it was predicted to take."""
+
+    trial: Trial
+    predicted_s: float
+
+
+class Choice(NamedTuple):
+    """One cell. `candidates` are in the order of their predictions, the chosen one first."""
+
+    candidates: tuple[Judged, ...]
+    fastest: Judged
+
+    @property
+    def chosen(self) -> Judged:
+        """Return the candidate that would be taken."""
+        return self.candidates[0]
+
+    @property
+    def ratio(self) -> float:
+        """Return how many times as long as the fastest the chosen one took."""
+        return self.chosen.trial.seconds / self.fastest.trial.seconds
+
+
+class Summary(NamedTuple):
+    """How good choices are: of so many `cells`, in how many the chosen one is the fastest, or about as fast."""
+
+    cells: int
+    fastest: int
+    close: int
+    tolerable: int
+    worst: float
+    mean: float
+    """Geometric mean of the ratios."""
+
+
+def judge(trials: Sequence[Trial], constants: Constants) -> list[Choice]:
+    """Say what `constants` (with the cores that the ranks shared) would have chosen among `trials`, cell by cell."""
+    cells: dict[tuple[str, int, int], dict[str, Trial]] = {}
+    for one in trials:
+        cells.setdefault((one.collective, one.world, one.nbytes), {})[one.algorithm] = one
+    choices = []
+    for (collective, world, nbytes), tried in cells.items():
+        problem = Problem.of_bytes(collective, world, nbytes, ITEMSIZE, ranks_per_host=world)
+        shared = any(needs_lane(collective, name) for name in tried)
+        memory = USUAL_LANE._replace(single_copy=any(one.single_copy for one in tried.values())) if shared else NO_LANE
+        found = candidates(problem, ITEMSIZE, Tuning(constants, world), memory=memory)
+        judged = tuple(Judged(tried[one.algorithm], one.seconds) for one in found if one.algorithm in tried)
+        choices.append(Choice(judged, min(judged, key=attrgetter("trial.seconds"))))
+    return choices
+
+
+def summary(choices: Sequence[Choice]) -> Summary:
+    """Sum choices up; of at least one."""
+    ratios = [choice.ratio for choice in choices]
+    return Summary(
+        len(ratios),
+        sum(ratio == 1.0 for ratio in ratios),
+        sum(ratio <= CLOSE for ratio in ratios),
+        sum(ratio <= TOLERABLE for ratio in ratios),
+        max(ratios),
+        math.exp(statistics.fmean(map(math.log, ratios))),
+    )

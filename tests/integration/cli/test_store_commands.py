@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from asyncdist.cli import token_command
 from asyncdist.cli.store_commands import store_group
-from asyncdist.cli.token_command import token_command
 from asyncdist.store import TCPStore
 from asyncdist_server.serving.threaded import ThreadedServer, serve_in_thread
 from asyncdist_server.wire.auth import check_token, new_token

@@ -17,7 +17,7 @@ from asyncdist.cli import main
 from asyncdist.errors import LaunchError
 from asyncdist.launch.spawn import spawn
 from asyncdist.plan.cost.constants import ASYNCIO, SHARED_MEMORY
-from asyncdist.tuning import processes, session
+from asyncdist.tuning import session
 from asyncdist.tuning.measure import Measured
 from asyncdist.tuning.trials import Trial
 from asyncdist.world.tuning_file import default_path, own_tuning, read_file, save_constants, stored_constants
@@ -25,14 +25,14 @@ from asyncdist.world.tuning_file import default_path, own_tuning, read_file, sav
 
 @pytest.fixture(autouse=True)
 def others_may_have_the_cores(monkeypatch):
-    monkeypatch.setattr(processes, "START_LIMIT_S", 250.0)
+    monkeypatch.setattr(session, "START_LIMIT_S", 250.0)
 
 
 @pytest.fixture
 def forked_processes(monkeypatch):
     """Eight interpreters that start take longer than what is measured; where they do is in the check's test."""
-    multiprocessing.set_forkserver_preload([processes.__name__, session.__name__])
-    monkeypatch.setattr(processes, "spawn", partial(spawn, start_method="forkserver"))
+    multiprocessing.set_forkserver_preload([session.__name__])
+    monkeypatch.setattr(session, "spawn", partial(spawn, start_method="forkserver"))
 
 
 @pytest.mark.slow("measures a host")
@@ -100,7 +100,7 @@ def test_what_a_measurement_says_wrongly_is_not_kept(tmp_path, monkeypatch):
 
 
 def test_a_measurement_that_does_not_end_is_ended(monkeypatch):
-    monkeypatch.setattr(processes, "START_LIMIT_S", -0.5)
+    monkeypatch.setattr(session, "START_LIMIT_S", -0.5)
     with pytest.raises(LaunchError, match="has not ended"):
         session.measure_here("tcp", 0.5, lambda phase, share: None)
 

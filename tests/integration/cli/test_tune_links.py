@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from launching import run
 
 from asyncdist.cli import main
-from asyncdist.cli.tune_command import _link
+from asyncdist.cli.tune_command import _stored_link
 from asyncdist.plan.cost.constants import ASYNCIO, ASYNCIO_LOOPBACK, Link
 from asyncdist.world.tuning_file import own_tuning, read_file, save_constants, stored_constants
 
@@ -79,13 +79,13 @@ def test_what_it_needs_is_said(tmp_path, monkeypatch, environment, arguments, sa
 
 def test_measuring_the_host_again_keeps_the_link(tmp_path):
     path = tmp_path / "tuning.json"
-    assert _link(path, "tcp") is None
+    assert _stored_link(path, "tcp") is None
     link = Link(0.01, 1e-8)
     save_constants(path, "tcp", replace(ASYNCIO, between=link), {})
-    assert _link(path, "tcp") == link
-    assert _link(path, "auto") is None
+    assert _stored_link(path, "tcp") == link
+    assert _stored_link(path, "auto") is None
     path.write_text("damaged")
-    assert _link(path, "tcp") is None
+    assert _stored_link(path, "tcp") is None
 
 
 @pytest.mark.parametrize("link_date", ["2026-02-02", None])

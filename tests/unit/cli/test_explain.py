@@ -9,9 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from asyncdist.cli import main
-from asyncdist.cli.explain_command import MAX_WORLD, SIZES
-from asyncdist.cli.explain_tables import bus_factor
-from asyncdist.cli.sizes import BYTES, MAX_BYTES, show_bytes, show_seconds
+from asyncdist.cli.explain_command import MAX_WORLD, SIZES, bus_factor
+from asyncdist.cli.tables import BYTES, MAX_BYTES, show_bytes, show_seconds
 from asyncdist.plan.algorithms.registry import ALGORITHMS, algorithms, ordered_algorithms
 from asyncdist.plan.cost.constants import MPI_LIKE
 from asyncdist.world.tuning_file import save_constants

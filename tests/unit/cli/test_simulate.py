@@ -11,8 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from asyncdist.cli import main
-from asyncdist.cli.simulate_command import MAX_WORLD, SECONDS
-from asyncdist.cli.simulate_plot import SIZES, plotted_sizes, plotted_worlds
+from asyncdist.cli.simulate_command import MAX_WORLD, SECONDS, SIZES, plotted_sizes, plotted_worlds
 from asyncdist.plan.cost.constants import MPI_LIKE
 from asyncdist.world.tuning_file import save_constants
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncdist.cli.table_console import TABLE_WIDTH, table_console
+from asyncdist.cli.tables import TABLE_WIDTH, table_console
 
 
 def test_a_table_that_is_not_for_a_terminal_is_as_wide_as_columns_says(monkeypatch: pytest.MonkeyPatch) -> None:

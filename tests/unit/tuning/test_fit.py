@@ -12,10 +12,8 @@ from asyncdist.plan.problem import Problem
 from asyncdist.plan.records import NO_LANE, USUAL_LANE
 from asyncdist.plan.selection.selector import candidates
 from asyncdist.plan.selection.tuning import Tuning
-from asyncdist.tuning.check import judge, summary
-from asyncdist.tuning.exercises import ITEMSIZE
-from asyncdist.tuning.fit import FAR, fitted
-from asyncdist.tuning.trials import Trial
+from asyncdist.tuning.fit import FAR, fitted, judge, summary
+from asyncdist.tuning.trials import ITEMSIZE, Trial
 
 CORES = 2
 TRUTH = replace(

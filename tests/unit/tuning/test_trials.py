@@ -9,9 +9,8 @@ from asyncdist.plan.cost.constants import ASYNCIO
 from asyncdist.plan.selection.tuning import Tuning
 from asyncdist.testing import run_world
 from asyncdist.tuning import trials as subject
-from asyncdist.tuning.check import Choice, Judged, judge, summary
-from asyncdist.tuning.exercises import EXERCISES, Exercise
-from asyncdist.tuning.trials import Trial, TrialError, host_backend, try_all
+from asyncdist.tuning.fit import Choice, Judged, judge, summary
+from asyncdist.tuning.trials import EXERCISES, Exercise, Trial, TrialError, host_backend, try_all
 
 
 @pytest.mark.parametrize("collective", EXERCISES)

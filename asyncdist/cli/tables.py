@@ -1,14 +1,16 @@
-"""Sizes and times as people write and read them."""
+"""What tables show: sizes and times as people write and read them; and where tables are printed."""
 
 from __future__ import annotations
 
 import math
+import os
 import re
 from typing import Any, Final
 
 import click
+from rich.console import Console
 
-__all__ = ["BYTES", "show_bytes", "show_seconds"]
+__all__ = ["BYTES", "show_bytes", "show_seconds", "table_console"]
 
 _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS: Final = {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
@@ -54,3 +56,15 @@ def show_seconds(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds * 1e6:.3g} us"
+
+
+TABLE_WIDTH: Final = 150
+"""Columns of a table that goes to a file or a pipe."""
+
+
+def table_console() -> Console:
+    """Return standard output, as wide as the terminal or COLUMNS says, else wide enough for every table."""
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = TABLE_WIDTH
+    return console

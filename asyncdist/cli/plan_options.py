@@ -1,18 +1,22 @@
-"""A collective as people name it: by the name used here, or by one from torch or MPI for the same thing."""
+"""What `asyncdist explain` and `asyncdist simulate` take: collectives by any of their names, and constants."""
 
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
 import click
 
 from asyncdist.plan.algorithms.registry import algorithms
+from asyncdist.plan.cost.constants import BUILT_IN, Constants
 from asyncdist.plan.problem import PRIVATE_COLLECTIVES
+from asyncdist.world.tuning_file import read_file, stored_constants
 
-__all__ = ["CollectiveName"]
+__all__ = ["CollectiveName", "named_constants", "transport_here"]
 
 OTHER_NAMES: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -55,3 +59,21 @@ class CollectiveName(click.ParamType):  # type: ignore[type-arg]  # generic in n
         close = difflib.get_close_matches(word, [*self._known, *OTHER_NAMES], 1)
         meant = f"; did you mean {OTHER_NAMES.get(close[0], close[0])}?" if close else ""
         self.fail(f"there is no collective {value!r}{meant or '.'} There are: {', '.join(self._known)}", param, ctx)
+
+
+def transport_here() -> str:
+    """Return the transport that the environment names, auto if it names none."""
+    return os.environ.get("ASYNCDIST_TRANSPORT", "").strip().lower() or "auto"
+
+
+def named_constants(source: str, transport: str) -> Constants:
+    """Return a built-in set, or those for `transport` of a file of `asyncdist tune`. Raises ValueError and OSError."""
+    if source in BUILT_IN:
+        return BUILT_IN[source]
+    if not Path(source).exists():
+        raise ValueError(f"constants {source!r} are no file and no built-in set; those are {', '.join(BUILT_IN)}")
+    constants = stored_constants(Path(source), transport)
+    if constants is None:
+        known = ", ".join(read_file(Path(source))["transports"])
+        raise ValueError(f"{source} has no constants for transport {transport!r}; it has: {known}")
+    return constants
