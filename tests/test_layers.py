@@ -37,6 +37,7 @@ LAYERS: dict[str, Layers] = {
     "asyncdist.collectives": ({"arguments"}, {"backend"}, {"executor"}, {"shared"}, {"host"}),
     "asyncdist.gpu": ({REST}, {"nccl", "staged"}, {"ipc"}, {"backend", "pairs"}),
     "asyncdist.group": ({REST}, {"methods"}, {"core", "process_group"}, {"default_group", "non_member"}),
+    "asyncdist.launch": ({REST}, {"rendezvous"}, {"agent", "elastic", "fixed"}),
     "asyncdist.plan": ({REST}, {"cost"}, {"algorithms"}, {"proof"}, {"selection"}, {"simulation"}),
     "asyncdist.transport": (
         {"fork", "keepalive", "socket_dir", "addresses"},

@@ -19,20 +19,21 @@ from asyncdist.launch.config import (
     DEFAULT_SHUTDOWN_TIMEOUT_S,
     Endpoint,
     LaunchConfig,
+    RdzvTimes,
     parse_endpoint,
     parse_nnodes,
     parse_nproc,
+    parse_outage,
+    parse_rdzv_conf,
     worker_command,
 )
-from asyncdist.launch.outage import parse_outage
-from asyncdist.launch.rdzv_conf import RdzvTimes, parse_rdzv_conf
 from asyncdist.launch.signals import ENDING, parse_signals
 
 __all__ = ["run_command"]
 
 
 def _interface(value: str) -> str | None:
-    from asyncdist.launch.local_interface import interface_with
+    from asyncdist.launch.config import interface_with
 
     return interface_with(value) if value else None
 

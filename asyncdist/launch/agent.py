@@ -1,17 +1,44 @@
-"""`asyncdist run`: a launcher of one node, from its start to its exit code."""
+"""`asyncdist run`: a launcher of one node, from its start to its exit code.
+
+`NodeAgent` is what is the same for jobs of a fixed number of nodes (`fixed`) and elastic ones (`elastic`).
+"""
 
 from __future__ import annotations
 
-from typing import Final
+import asyncio
+import datetime
+import os
+import signal
+import socket
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import Any, Final
 
+from asyncdist.errors import LaunchError
+from asyncdist.launch.attempt import Attempt, AttemptResult, Stage
 from asyncdist.launch.config import LaunchConfig
-from asyncdist.launch.node_agent import NodeAgent
-from asyncdist.launch.output import OutputWriter
+from asyncdist.launch.environment import NodePlace, line_prefix, own_device, worker_environment
+from asyncdist.launch.failure import Failure
+from asyncdist.launch.logs import Logs
+from asyncdist.launch.orphan_killer import OrphanKiller
+from asyncdist.launch.rendezvous.job_store import StorePlace, find_or_host
+from asyncdist.launch.rendezvous.nodes import Roster
+from asyncdist.launch.signals import handle_signals
+from asyncdist.launch.worker import Exit, Worker
+from asyncdist.launch.writers import OutputWriter
 
-__all__ = ["run"]
+__all__ = ["NodeAgent", "run"]
 
 _OUTPUT_CLOSE_TIMEOUT_S: Final = 2.0
 """After an interruption: how long a blocked terminal may hold up the exit. Otherwise output is waited for."""
+
+
+_SHOWN_RANKS: Final = 8
+"""More are counted: a line that nobody reads to its end says less."""
+
+_PROMPT_S: Final = 1.0
+"""Workers that obey a signal have ended within this; people are told of the others."""
 
 
 async def run(config: LaunchConfig, *, stdout_fd: int = 1, stderr_fd: int = 2) -> int:
@@ -44,3 +71,215 @@ def _agent_class(config: LaunchConfig) -> type[NodeAgent]:
     from asyncdist.launch.elastic import ElasticAgent
 
     return ElasticAgent
+
+
+class NodeAgent:
+    """State of one launcher. `run` may be called once; each kind of job has a `_take_part` of its own."""
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        stdout: OutputWriter,
+        stderr: OutputWriter,
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:
+        self._config = config
+        self._stderr = stderr
+        self._environ = environ
+        self._host = socket.gethostname()
+        self.logs = Logs(config.logs, stdout, stderr, self.say)
+        self._attempt: Attempt | None = None
+        self._interrupted_by: int | None = None
+        self._main: asyncio.Task[int] | None = None
+        self._reported: Failure | None = None
+        self._own: AttemptResult | None = None
+        self._killer: OrphanKiller | None = None  # while this node takes part
+        self._words: set[asyncio.Task[None]] = set()  # what others are being told
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Set what a kind of job needs beyond this."""
+
+    async def _take_part(self, place: StorePlace, stack: AsyncExitStack) -> int:
+        """See this node through the job whose store is at `place`; return the exit code."""
+        raise NotImplementedError
+
+    def _on_first_ending_signal(self, signum: int) -> None:
+        """A signal ends this node's part in the job; the workers are told next."""
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a signal ended the job."""
+        return self._interrupted_by is not None
+
+    async def run(self) -> int:
+        """See `run` of the module agent."""
+        self._main = asyncio.create_task(self._run())
+        with handle_signals(self._on_ending_signal, self._on_passing_signal, self._config.ending_signals):
+            try:
+                return await self._main
+            except asyncio.CancelledError:
+                if self._interrupted_by is None:
+                    raise
+                return 128 + self._interrupted_by
+
+    def say(self, text: str) -> None:
+        """Print one line of the launcher's own on stderr, with the local time of day."""
+        now = datetime.datetime.now().isoformat(" ", "milliseconds").partition(" ")[2]
+        self._stderr.write(f"{now} asyncdist run: {text}\n".encode(errors="backslashreplace"))
+
+    async def _run(self) -> int:
+        self.logs.check()
+        if self._config.virtual_local_rank:
+            own_device(self._config.nproc_per_node - 1, self._environ)  # before other nodes count on this one
+        async with AsyncExitStack() as stack:
+            place = await find_or_host(self._config, self.say)
+            if place.hosted is not None:
+                stack.push_async_callback(asyncio.to_thread, place.hosted.close)
+            return await self._take_part(place, stack)
+
+    def _announce(self, place: StorePlace, roster: Roster, what: str) -> None:
+        """Say which part of what this node has."""
+        first, last = roster.first_rank, roster.first_rank + self._config.nproc_per_node - 1
+        ranks = f"ranks {first}-{last}" if last > first else f"rank {first}"
+        self.say(
+            f"{what} node {roster.node_rank} of {len(roster.nprocs)}, {ranks} of {roster.world_size}, "
+            f"store {'hosted' if place.hosted else 'found'} at {place.endpoint}"
+        )
+
+    def _open_logs(self, roster: Roster) -> None:
+        """Say what holds for all of this launcher's workers, and make the run's folder."""
+        if self._config.nproc_per_node > 1 and "OMP_NUM_THREADS" not in self._environ:
+            self.say("OMP_NUM_THREADS=1 for each worker, as several share this node; set it yourself to choose")
+        self.logs.open(roster.run_id, roster.node_rank, self._config.nnodes, self._config.nproc_per_node)
+
+    def _node_place(self, place: StorePlace, roster: Roster, restarts: int | None = None) -> NodePlace:
+        return NodePlace(
+            node_rank=roster.node_rank,
+            nnodes=len(roster.nprocs),
+            first_rank=roster.first_rank,
+            nproc=self._config.nproc_per_node,
+            world_size=roster.world_size,
+            run_id=roster.run_id,
+            store=place.endpoint,
+            master=self._config.endpoint or place.endpoint,
+            token=place.run_token,
+            tls=place.tls is not None,
+            role=self._config.role,
+            virtual_local_rank=self._config.virtual_local_rank,
+            interface=self._config.interface,
+            restarts=restarts,
+        )
+
+    def _new_attempt(self, number: int, place: NodePlace, on_failure: Callable[[Exit], None]) -> Attempt:
+        """The workers of this node, not started yet; `number` counts attempts, or rounds."""
+        self.logs.start_attempt(number)
+        return Attempt(
+            [partial(self._start_worker, rank, number, place) for rank in range(place.nproc)],
+            grace_s=self._config.grace_s,
+            shutdown_timeout_s=self._config.shutdown_timeout_s,
+            on_failure=on_failure,
+            on_escalation=self._on_escalation,
+        )
+
+    def _start_worker(self, local_rank: int, attempt: int, place: NodePlace) -> Worker:
+        assert self._killer is not None
+        rank = place.first_rank + local_rank
+        command = list(self._config.command)
+        if self._config.pass_local_rank:
+            command.append(f"--local_rank={local_rank}")
+        environment = worker_environment(place, local_rank, attempt, self._config.max_restarts, self._environ)
+        stdout, stderr = self.logs.destinations(local_rank)
+        if (folder := self.logs.folder(local_rank)) is not None:
+            environment["TORCHELASTIC_ERROR_FILE"] = str(folder / "error.json")
+        try:
+            return Worker(
+                rank,
+                command,
+                environment,
+                prefix=line_prefix(rank, local_rank, place.role, self._environ),
+                stdout=stdout,
+                stderr=stderr,
+                killer=self._killer,
+            )
+        except OSError as error:  # no more processes, descriptors or memory
+            raise LaunchError(f"cannot start local rank {local_rank} of {place.nproc}: {error}") from error
+
+    def _on_escalation(self, signum: signal.Signals, ranks: Sequence[int]) -> None:
+        self.say(f"{_shown(ranks)} still running: {signum.name}")
+
+    def _as_failure(self, exit: Exit, place: NodePlace) -> Failure:
+        files = ", ".join(self.logs.files(exit.rank - place.first_rank))
+        return Failure(place.node_rank, exit.rank, self._host, exit.pid, exit.exitcode, str(exit), files)
+
+    def _tell(self, word: Coroutine[Any, Any, None]) -> None:
+        """Let others know, while this node goes on; words are bounded in time, and raise nothing."""
+        self._words.add(asyncio.create_task(word))
+
+    async def _told(self) -> None:
+        """Wait until all words have been said."""
+        await asyncio.gather(*self._words)
+        self._words.clear()
+
+    def _exit_code(self, result: AttemptResult) -> int:
+        if self._interrupted_by is not None:
+            # Workers that all ended with 0 after the signal have done what a clean stop asks for.
+            return 0 if result.all_succeeded else 128 + self._interrupted_by
+        if self._reported is not None:
+            return self._reported.exitcode
+        return 0 if result.all_succeeded else 1
+
+    def _report(self) -> None:
+        """Say who failed first, and repeat its last lines if it is ours."""
+        failure = self._reported
+        if failure is None:
+            return
+        if failure.rank < 0:
+            self.say(f"node {failure.node} (host {failure.host}): {failure.description}")
+            return
+        own = self._own.failure if self._own is not None else None
+        tail = self._own.tail if self._own is not None and own is not None and own.rank == failure.rank else []
+        self.say(
+            f"rank {failure.rank} failed first: {failure.description} (host {failure.host}, pid {failure.pid})"
+            + (", its last lines were:" if tail else "")
+        )
+        for line in tail:
+            self._stderr.write(f"[rank {failure.rank}] ".encode() + line + b"\n")
+        if failure.files:
+            self.say(f"files of rank {failure.rank} on host {failure.host}: {failure.files}")
+
+    def _on_ending_signal(self, signum: int) -> None:
+        first = self._interrupted_by is None
+        if first:
+            self._interrupted_by = signum
+            self._on_first_ending_signal(signum)
+            outcome = "no worker is running" if self._attempt is None else "passed on to the workers"
+            self.say(f"{signal.Signals(signum).name}: {outcome}")
+            asyncio.get_running_loop().call_later(_PROMPT_S, self._say_who_is_awaited)
+        if self._attempt is not None:
+            self._attempt.interrupt(signum)
+        if self._main is not None and (self._attempt is None or (not first and signum == signal.SIGINT)):
+            self._main.cancel()
+
+    def _say_who_is_awaited(self) -> None:
+        """After a signal that ends the job: whom the launcher waits for, and what can be done about it."""
+        if self._attempt is not None and self._attempt.stage is Stage.INTERRUPTED:
+            ranks = self._attempt.running_ranks
+            left_s = self._config.shutdown_timeout_s - _PROMPT_S
+            self.say(f"{_shown(ranks)} still running: waiting for up to {left_s:g} s; Ctrl-C (SIGINT) kills at once")
+
+    def _on_passing_signal(self, signum: int) -> None:
+        if self._attempt is not None:
+            ranks = self._attempt.pass_on(signum)
+            outcome = f"passed on to {_named(ranks)}" if ranks else "no worker handles it, so none got it"
+            self.say(f"{signal.Signals(signum).name}: {outcome}")
+
+
+def _shown(ranks: Sequence[int]) -> str:
+    return f"{_named(ranks)} {'is' if len(ranks) == 1 else 'are'}"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks))}" if len(ranks) <= _SHOWN_RANKS else f"{len(ranks)} ranks"

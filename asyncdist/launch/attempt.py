@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from asyncdist.launch.cause import is_consequence
+from asyncdist.launch.failure import is_consequence
 from asyncdist.launch.worker import Exit, Worker
 
 __all__ = ["Attempt", "AttemptResult", "Stage"]

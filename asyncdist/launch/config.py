@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,9 +28,12 @@ __all__ = [
     "MAX_PROCESSES_PER_NODE",
     "Endpoint",
     "LaunchConfig",
+    "RdzvTimes",
+    "interface_with",
     "parse_endpoint",
     "parse_nnodes",
     "parse_nproc",
+    "parse_rdzv_conf",
     "usable_cores",
     "worker_command",
 ]
@@ -54,6 +58,13 @@ DEFAULT_JOIN_TIMEOUT_S: Final = 600.0
 
 MAX_PROCESSES_PER_NODE: Final = 4096
 """A typing mistake must not fork-bomb the machine; four pipes and files each also meet the usual limits here."""
+
+
+_INTERVAL_S: Final = 5.0
+_ATTEMPTS: Final = DEFAULT_LOST_AFTER_S / _INTERVAL_S
+"""What torchrun calls its keep-alives; only their product counts here."""
+
+_KEYS: Final = ("join_timeout", "last_call_timeout", "keep_alive_interval", "keep_alive_max_attempt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +218,80 @@ def parse_nnodes(text: str) -> tuple[int, int]:
     if int(numbers[0]) > int(numbers[1]):
         raise ValueError(f"{text!r} is a range that ends before it begins")
     return int(numbers[0]), int(numbers[1])
+
+
+def parse_outage(text: str) -> float:
+    """Turn `--store-outage` into seconds; `forever` is infinity. Raises ValueError for anything else."""
+    if text.strip().lower() == "forever":
+        return math.inf
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"{text!r} is neither a number of seconds, 0 or more, nor forever")
+    return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class RdzvTimes:
+    """Seconds; `join_s` is None where --join-timeout says it. `unused` are keys that mean nothing here."""
+
+    join_s: float | None = None
+    last_call_s: float = DEFAULT_LAST_CALL_S
+    lost_after_s: float = DEFAULT_LOST_AFTER_S
+    unused: tuple[str, ...] = ()
+
+
+def parse_rdzv_conf(text: str) -> RdzvTimes:
+    """Parse `key=value,key=value`. Raises ValueError for what has no such form, and for values that are no times."""
+    found: dict[str, str] = {}
+    for item in filter(None, (each.strip() for each in text.split(","))):
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if not key or not equals:
+            raise ValueError(f"--rdzv-conf needs KEY=VALUE,KEY=VALUE, not {item!r}")
+        found[key] = value
+    interval_s = _positive(found, "keep_alive_interval") or _INTERVAL_S
+    attempts = _positive(found, "keep_alive_max_attempt") or _ATTEMPTS
+    last_call_s = _positive(found, "last_call_timeout")
+    return RdzvTimes(
+        join_s=_positive(found, "join_timeout"),
+        last_call_s=DEFAULT_LAST_CALL_S if last_call_s is None else last_call_s,
+        lost_after_s=interval_s * attempts,
+        unused=tuple(key for key in found if key not in _KEYS),
+    )
+
+
+def _positive(found: dict[str, str], key: str) -> float | None:
+    if key not in found:
+        return None
+    try:
+        value = float(found[key])
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ValueError(f"--rdzv-conf {key} must be a number above 0, not {found[key]!r}")
+    return value
+
+
+def interface_with(host: str) -> str:
+    """The name of the interface that has the address `host`, or one that the name `host` stands for.
+
+    Resolves names, so it may block. Raises ValueError if there is none, listing what is there.
+    """
+    from asyncdist.transport.addresses import list_interfaces
+
+    interfaces = list_interfaces()
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"{host!r} is no address and no name that resolves: {error}") from error
+    addresses = {str(entry[4][0]) for entry in found}
+    for interface in interfaces:
+        if interface.ip in addresses:
+            return interface.name
+    there = ", ".join(f"{each.name} ({each.ip})" for each in interfaces) or "none"
+    raise ValueError(f"no network interface here has {host!r}; interfaces that are up: {there}")
 
 
 def worker_command(script: str, args: tuple[str, ...], *, module: bool, no_python: bool) -> tuple[str, ...]:

@@ -8,19 +8,16 @@ from contextlib import AsyncExitStack
 from typing import Final
 
 from asyncdist.errors import DistError, LaunchError
+from asyncdist.launch.agent import NodeAgent
 from asyncdist.launch.attempt import Stage
-from asyncdist.launch.cause import is_consequence
-from asyncdist.launch.conclusion import Conclusion, End
 from asyncdist.launch.environment import NodePlace
-from asyncdist.launch.hosting import StorePlace, open_store, with_run_token
-from asyncdist.launch.links import LinkHost
-from asyncdist.launch.meeting import Roster
-from asyncdist.launch.node_agent import NodeAgent
-from asyncdist.launch.nodes import Failure
-from asyncdist.launch.outage import Outage
-from asyncdist.launch.round import Entry, Plan, Round, Stop
-from asyncdist.launch.rounds import JobOverError, Outcome, Rounds
-from asyncdist.launch.warden import Warden
+from asyncdist.launch.failure import Conclusion, End, Failure, is_consequence
+from asyncdist.launch.orphan_killer import OrphanKiller
+from asyncdist.launch.rendezvous.job_store import Outage, StorePlace, open_store, with_run_token
+from asyncdist.launch.rendezvous.links import LinkHost
+from asyncdist.launch.rendezvous.nodes import Roster
+from asyncdist.launch.rendezvous.round import Entry, Plan, Round, Stop
+from asyncdist.launch.rendezvous.rounds import JobOverError, Outcome, Rounds
 from asyncdist.launch.worker import Exit
 
 __all__ = ["ElasticAgent"]
@@ -53,11 +50,11 @@ class ElasticAgent(NodeAgent):
         rounds = Rounds(store, self._config, self.say, outage, host)
         stack.push_async_callback(self._leave, rounds, place)
         place = await with_run_token(place, store, self._config)
-        warden = stack.enter_context(contextlib.closing(Warden()))
+        self._killer = stack.enter_context(contextlib.closing(OrphanKiller()))
         self.say(f"waiting for {self._config.min_nodes} to {self._config.nnodes} nodes, store at {place.endpoint}")
         while True:
             try:
-                exitcode = await self._one_round(rounds, place, warden)
+                exitcode = await self._one_round(rounds, place)
             except JobOverError as error:
                 how = f"failed: {error.outcome.text}" if error.outcome.exitcode else "ended well"
                 self.say(f"the job {how}, while this node waited to take part")
@@ -71,7 +68,7 @@ class ElasticAgent(NodeAgent):
             if exitcode is not None:
                 return exitcode
 
-    async def _one_round(self, rounds: Rounds, place: StorePlace, warden: Warden) -> int | None:
+    async def _one_round(self, rounds: Rounds, place: StorePlace) -> int | None:
         """Meet, run the workers, conclude; return the exit code if the job is over for this node."""
         config = self._config
         self._forget_round()
@@ -84,7 +81,7 @@ class ElasticAgent(NodeAgent):
                 async with current.linked(plan) as together:
                     end = End()
                     if plan is not None and together:
-                        end = await self._run_round(plan, current, rounds, place, warden)
+                        end = await self._run_round(plan, current, rounds, place)
                     if self._interrupted_by is not None:
                         assert self._own is not None
                         await self._say_goodbye(current, place)
@@ -95,14 +92,14 @@ class ElasticAgent(NodeAgent):
             await self._told()
         return await self._follow(conclusion, current, rounds)
 
-    async def _run_round(self, plan: Plan, current: Round, rounds: Rounds, place: StorePlace, warden: Warden) -> End:
+    async def _run_round(self, plan: Plan, current: Round, rounds: Rounds, place: StorePlace) -> End:
         self._restarts, self._number = plan.restarts, plan.number
         roster = Roster(current.rank, plan.nprocs, rounds.run_id)
         self._announce(place, roster, f"job {roster.run_id}, round {plan.number}:")
         if not self._announced:
             self._announced = True
             self._open_logs(roster)
-        return await self._run_workers(plan, self._node_place(place, roster, plan.restarts), current, warden)
+        return await self._run_workers(plan, self._node_place(place, roster, plan.restarts), current)
 
     def _forget_round(self) -> None:
         self._stop = self._reported = self._own = None
@@ -129,7 +126,7 @@ class ElasticAgent(NodeAgent):
             self.say(f"meeting again with the nodes that are there ({reason})")
         return None
 
-    async def _run_workers(self, plan: Plan, place: NodePlace, current: Round, warden: Warden) -> End:
+    async def _run_workers(self, plan: Plan, place: NodePlace, current: Round) -> End:
         """Run this node's workers until they have ended, by themselves or because all nodes stop theirs."""
         failed: list[Exit] = []
 
@@ -137,7 +134,7 @@ class ElasticAgent(NodeAgent):
             failed.append(exit)
             self._tell(current.stop(Stop("failed", f"rank {exit.rank} failed")))
 
-        self._attempt = attempt = self._new_attempt(plan.number, place, warden, on_failure)
+        self._attempt = attempt = self._new_attempt(plan.number, place, on_failure)
         if self._stop is not None:  # a node went, or came, while this one got here
             attempt.stop(at_once=True)
         try:

@@ -11,16 +11,14 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, Final
 
 from asyncdist.errors import DistError
+from asyncdist.launch.agent import NodeAgent
 from asyncdist.launch.attempt import AttemptResult
-from asyncdist.launch.beside import beside
 from asyncdist.launch.environment import NodePlace
-from asyncdist.launch.hosting import StorePlace, open_store, with_run_token
-from asyncdist.launch.links import LinkHost
-from asyncdist.launch.meeting import Roster
-from asyncdist.launch.node_agent import NodeAgent
-from asyncdist.launch.nodes import Failure, Nodes
-from asyncdist.launch.outage import Outage
-from asyncdist.launch.warden import Warden
+from asyncdist.launch.failure import Failure
+from asyncdist.launch.orphan_killer import OrphanKiller
+from asyncdist.launch.rendezvous.job_store import Outage, StorePlace, open_store, with_run_token
+from asyncdist.launch.rendezvous.links import LinkHost, beside
+from asyncdist.launch.rendezvous.nodes import Nodes, Roster
 from asyncdist.launch.worker import Exit
 
 if TYPE_CHECKING:
@@ -43,12 +41,12 @@ class FixedAgent(NodeAgent):
         nodes, roster, place = await self._join(place, stack)
         self._announce(place, roster, f"job {roster.run_id},")
         self._open_logs(roster)
-        warden = stack.enter_context(contextlib.closing(Warden()))
+        self._killer = stack.enter_context(contextlib.closing(OrphanKiller()))
         node_place = self._node_place(place, roster)
         # Where there are no others, a daemon that has gone is no reason to end: the workers say whether they need it.
         others = nodes if self._config.nnodes > 1 else None
         for number in range(self._config.max_restarts + 1):
-            result = await self._run_attempt(number, node_place, others, warden)
+            result = await self._run_attempt(number, node_place, others)
             exitcode = self._exit_code(result)
             if exitcode == 0 or self.interrupted:
                 break
@@ -95,7 +93,7 @@ class FixedAgent(NodeAgent):
         outlived = self._config.store is not None and (self._outage is None or await self._outage.answers(nodes.store))
         await nodes.leave(hosting=place.hosted is not None, outlived=outlived)
 
-    async def _run_attempt(self, number: int, place: NodePlace, nodes: Nodes | None, warden: Warden) -> AttemptResult:
+    async def _run_attempt(self, number: int, place: NodePlace, nodes: Nodes | None) -> AttemptResult:
         self._reported, self._own = None, None
         self._ending.clear()
 
@@ -105,7 +103,7 @@ class FixedAgent(NodeAgent):
             if nodes is not None:
                 self._tell(nodes.report_failure(number, self._reported))
 
-        self._attempt = self._new_attempt(number, place, warden, on_failure)
+        self._attempt = self._new_attempt(number, place, on_failure)
         try:
             if nodes is None:
                 self._own = await self._attempt.run()

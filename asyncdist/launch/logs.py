@@ -18,11 +18,9 @@ from pathlib import Path
 from typing import Final
 
 from asyncdist.errors import LaunchError
-from asyncdist.launch.destination import Destination
-from asyncdist.launch.log_file import FilteredLog, LogFile
 from asyncdist.launch.log_spec import LogSpec, Streams
-from asyncdist.launch.output import OutputWriter
-from asyncdist.launch.writer_thread import WriterThread
+from asyncdist.launch.streams import Destination
+from asyncdist.launch.writers import FilteredLog, LogFile, OutputWriter, WriterThread
 
 __all__ = ["MAX_NAME_CHARACTERS", "MAX_SAME_NAMES", "Logs", "run_folder_name"]
 

@@ -13,16 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from asyncdist.launch.destination import Destination, Stream
-from asyncdist.launch.oom import oom_kills
-from asyncdist.launch.warden import Warden
+from asyncdist.launch.orphan_killer import OrphanKiller
+from asyncdist.launch.streams import Destination, Stream
 
-__all__ = ["Exit", "Worker"]
+__all__ = ["VMSTAT", "Exit", "Worker", "oom_kills"]
 
 _GUARD: Final = Path(__file__).with_name("exec_guard.py")
 
 _POLL_S: Final = 0.05
 """Where the kernel offers no pidfd: how often an exit is looked for."""
+
+
+VMSTAT: Final = Path("/proc/vmstat")
+"""Counts them for the whole host, those of containers and other control groups among them."""
 
 DRAIN_IDLE_S: Final = 1.0
 """After a worker ended: how long a pipe may be silent before it is closed although a descendant holds it open."""
@@ -73,14 +76,14 @@ class Worker:
         prefix: bytes,
         stdout: Destination,
         stderr: Destination,
-        warden: Warden,
+        killer: OrphanKiller,
     ) -> None:
         self.rank = rank
         self.exit: Exit | None = None
         self.on_exit: Callable[[Exit], None] = lambda exit: None
         self._ended = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._warden = warden
+        self._killer = killer
         self._oom_kills = oom_kills()
         # A worker has no terminal to read from (it is in another session); end of file at once beats EIO later.
         try:
@@ -97,7 +100,7 @@ class Worker:
             stderr.close()
             raise
         self.pid = self._process.pid
-        warden.add(self.pid)
+        killer.add(self.pid)
         self._pidfd = -1
         self._timer: asyncio.TimerHandle | None = None
         self._watch()
@@ -137,7 +140,7 @@ class Worker:
             self.stdout.close()
             self.stderr.close()
             self._unwatch()
-            self._warden.remove(self.pid)
+            self._killer.remove(self.pid)
             self._process.wait()
 
     def _kill_group(self, signum: int) -> None:
@@ -201,3 +204,12 @@ def _handles(pid: int, signum: int) -> bool:
             if line.startswith("SigCgt:"):
                 return bool(int(line.split()[1], 16) >> (signum - 1) & 1)
     return False
+
+
+def oom_kills(vmstat: Path = VMSTAT) -> int:
+    """How many processes the kernel has ended so since the host came up; 0 where it does not say."""
+    try:
+        lines = vmstat.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)

@@ -16,10 +16,10 @@ from jobs import free_port
 from launching import is_alive, pids_in, write_script
 
 from asyncdist.errors import LaunchError
-from asyncdist.launch import hosting
 from asyncdist.launch import worker as worker_module
 from asyncdist.launch.agent import run
 from asyncdist.launch.config import Endpoint, LaunchConfig
+from asyncdist.launch.rendezvous import job_store
 from asyncdist_server import serve_in_thread
 
 
@@ -148,7 +148,7 @@ async def test_one_node_needs_no_daemon_once_it_runs(captured: Captured, tmp_pat
 
 
 async def test_a_launcher_that_cannot_start_says_why(captured: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosting, "_SILENT_S", 0.05)
+    monkeypatch.setattr(job_store, "_SILENT_S", 0.05)
     why = r"no store answers at 127\.0\.0\.1:1 after 0\.3 s \(nothing listens there\)"
     with pytest.raises(LaunchError, match=why):
         await captured.run("true", store=Endpoint("127.0.0.1", 1), join_timeout_s=0.3)

@@ -143,8 +143,8 @@ def soon() -> Iterator[None]:
 @pytest.mark.parametrize(
     "place",
     [
-        "asyncdist.launch.round:Round:agree",  # has met the other, who waits for its part of the plan
-        "asyncdist.launch.round:Plan:from_json",  # has told its part
+        "asyncdist.launch.rendezvous.round:Round:agree",  # has met the other, who waits for its part of the plan
+        "asyncdist.launch.rendezvous.round:Plan:from_json",  # has told its part
         "asyncdist.launch.elastic:ElasticAgent:_run_workers",  # knows the plan
     ],
 )
@@ -164,9 +164,9 @@ def test_a_newcomer_that_is_killed_before_it_works_is_noticed(job: Job, place: s
     [
         ("asyncdist.store.member:Membership:rejoin", 2, 0.0),  # is waited for
         ("asyncdist.store.member:Membership:rejoin", 2, 0.1),  # waits for the last call
-        ("asyncdist.launch.round:Plan:to_json", 2, 0.0),  # all wait for the plan
-        ("asyncdist.launch.links:Links:meet", 2, 0.0),  # the newcomer connects to the launchers' own store
-        ("asyncdist.launch.links:Links:meet", 2, -0.5),  # it waits there until all are seen
+        ("asyncdist.launch.rendezvous.round:Plan:to_json", 2, 0.0),  # all wait for the plan
+        ("asyncdist.launch.rendezvous.links:Links:meet", 2, 0.0),  # the newcomer connects to the launchers' own store
+        ("asyncdist.launch.rendezvous.links:Links:meet", 2, -0.5),  # it waits there until all are seen
         ("asyncdist.launch.elastic:ElasticAgent:_run_workers", 2, 0.0),
     ],
 )

@@ -207,19 +207,19 @@ def test_shutdown_timeout_bounds_what_follows_a_signal(tmp_path: Path) -> None:
 def test_kill_9_of_the_launcher_leaves_nothing(tmp_path: Path) -> None:
     with running("--nproc-per-node", "2", write_script(tmp_path, FAMILY), str(tmp_path), "ignore") as process:
         pids = pids_in(tmp_path, 4)
-        wardens = children_of(process.pid)
-        assert len(wardens) == 3  # two workers and the warden
+        children = children_of(process.pid)
+        assert len(children) == 3  # two workers and the killer of orphans
         process.kill()
         process.communicate(timeout=DEADLINE_S)
-        until(lambda: all_gone([*pids, *wardens]), "workers, what they started, and the warden to end")
+        until(lambda: all_gone([*pids, *children]), "workers, what they started, and the killer of orphans to end")
 
 
-def test_without_the_warden_the_kernel_still_ends_the_workers(tmp_path: Path) -> None:
+def test_without_the_killer_of_orphans_the_kernel_still_ends_the_workers(tmp_path: Path) -> None:
     script = write_script(tmp_path, READY + "    ready(); wait_for_signals()")
     with running("--nproc-per-node", "2", script, str(tmp_path)) as process:
         pids = pids_in(tmp_path, 2)
-        (warden,) = set(children_of(process.pid)) - set(pids)
-        os.kill(warden, signal.SIGKILL)
+        (killer,) = set(children_of(process.pid)) - set(pids)
+        os.kill(killer, signal.SIGKILL)
         process.kill()
         process.communicate(timeout=DEADLINE_S)
         until(lambda: all_gone(pids), "the workers to end")

@@ -18,8 +18,8 @@ from tls_kit import OPENSSL, WHY_NOT, Certificates, make_certificates
 import asyncdist as dist
 from asyncdist.cli.store_commands import store_group
 from asyncdist.errors import DistStoreError, LaunchError
-from asyncdist.launch import hosting
 from asyncdist.launch.config import Endpoint, LaunchConfig
+from asyncdist.launch.rendezvous import job_store
 from asyncdist.store import TLSConfig
 from asyncdist.store.credentials import TLS_VARIABLES, load_tls
 from asyncdist_server.serving.threaded import ThreadedServer, serve_in_thread
@@ -102,11 +102,11 @@ async def test_a_store_hosted_for_other_machines_has_tls(certificates: Certifica
         ca_file=certificates.ca, cert_file=identity.cert, key_file=identity.key, server_hostname="localhost"
     )
     config = LaunchConfig(command=("x",), nnodes=2, endpoint=Endpoint(address, 0), token=TOKEN, tls=tls)
-    place = await hosting.find_or_host(config)
+    place = await job_store.find_or_host(config)
     assert place.hosted is not None
     try:
         assert place.tls is tls
-        store = await hosting.open_store(place, 10.0)
+        store = await job_store.open_store(place, 10.0)
         assert await store.add("n", 1) == 1
         await store.close()
         with pytest.raises(DistStoreError, match="requires TLS"):
@@ -119,7 +119,7 @@ async def test_a_store_hosted_for_other_machines_says_what_it_misses(certificate
     tls = TLSConfig(ca_file=certificates.ca)
     config = LaunchConfig(command=("x",), nnodes=2, endpoint=Endpoint(own_address(), 0), token=TOKEN, tls=tls)
     with pytest.raises(LaunchError, match="ASYNCDIST_TLS_CERT and ASYNCDIST_TLS_KEY"):
-        await hosting.find_or_host(config)
+        await job_store.find_or_host(config)
 
 
 @pytest.mark.parametrize("how", ["env", "tcp"])

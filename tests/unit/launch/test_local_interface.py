@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from asyncdist.launch import local_interface
-from asyncdist.launch.local_interface import interface_with
+from asyncdist.launch.config import interface_with
+from asyncdist.transport import addresses
 from asyncdist.transport.addresses import Interface, list_interfaces
 
 
@@ -18,7 +18,7 @@ def test_every_address_of_this_host_is_found() -> None:
 
 
 def test_addresses_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_interface, "list_interfaces", lambda: [Interface("eth0", "10.0.0.1")])
+    monkeypatch.setattr(addresses, "list_interfaces", lambda: [Interface("eth0", "10.0.0.1")])
     assert interface_with("10.0.0.1") == "eth0"
     with pytest.raises(ValueError, match=r"no network interface here has '10\.0\.0\.2'.*eth0 \(10\.0\.0\.1\)"):
         interface_with("10.0.0.2")

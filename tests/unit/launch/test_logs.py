@@ -14,7 +14,7 @@ from asyncdist.errors import LaunchError
 from asyncdist.launch import logs as logs_module
 from asyncdist.launch.log_spec import LogSpec, Streams
 from asyncdist.launch.logs import MAX_NAME_CHARACTERS, Logs, run_folder_name
-from asyncdist.launch.output import OutputWriter
+from asyncdist.launch.writers import OutputWriter
 
 Make = Callable[[LogSpec], tuple[Logs, list[str]]]
 

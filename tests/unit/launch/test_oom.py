@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from asyncdist.launch.oom import oom_kills
-from asyncdist.launch.worker import Exit
+from asyncdist.launch.worker import Exit, oom_kills
 
 
 def test_the_kernel_counts(tmp_path: Path) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncdist.launch.config import DEFAULT_LAST_CALL_S, DEFAULT_LOST_AFTER_S
-from asyncdist.launch.rdzv_conf import RdzvTimes, parse_rdzv_conf
+from asyncdist.launch.config import DEFAULT_LAST_CALL_S, DEFAULT_LOST_AFTER_S, RdzvTimes, parse_rdzv_conf
 
 
 def test_times() -> None:

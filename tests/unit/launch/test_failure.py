@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncdist.launch.conclusion import Conclusion, End, conclude
-from asyncdist.launch.nodes import Failure
+from asyncdist.launch.failure import Conclusion, End, Failure, conclude
 
 
 def failure(rank: int) -> Failure:

@@ -1,8 +1,10 @@
-"""Where a job's store is: hosted by this launcher, or answering already.
+"""The job's store: hosted by this launcher, or answering already; and how long it has been away.
 
 The rule is the address itself, never a comparison of host names: a launcher that may host tries to bind. Bound: it
 hosts. Taken: whoever is there must be an asyncdist store, and is used. Not an address of this machine: the store is
 elsewhere, and is waited for.
+
+A job goes on without its store, until the store must be asked or a limit has passed (`Outage`).
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from asyncdist.errors import DistStoreError, LaunchError, StoreTimeoutError
+from asyncdist.errors import DistError, DistStoreError, LaunchError, StoreTimeoutError
 from asyncdist.launch.config import Endpoint, LaunchConfig
 from asyncdist_server.serving.sockets import is_loopback
 from asyncdist_server.wire.auth import (
@@ -31,7 +33,15 @@ if TYPE_CHECKING:
     from asyncdist.store.tcp_store import TCPStore
     from asyncdist_server import ThreadedServer
 
-__all__ = ["LAUNCHERS_NAMESPACE", "StorePlace", "find_or_host", "open_store", "probe_store", "with_run_token"]
+__all__ = [
+    "LAUNCHERS_NAMESPACE",
+    "Outage",
+    "StorePlace",
+    "find_or_host",
+    "open_store",
+    "probe_store",
+    "with_run_token",
+]
 
 LAUNCHERS_NAMESPACE: Final = "asyncdist-launch"
 """Where launchers keep their keys: no job's, as workers have their job id for a namespace."""
@@ -46,6 +56,13 @@ _RETRY_S: Final = 0.2
 
 _SILENT_S: Final = 3.0
 """Launchers of one job start within a second or two; who waits longer for the store is told what for."""
+
+
+LOOK_S: Final = 2.0
+"""Between two looks at the store, and how long one may take: clients stop connecting anew unless they are asked."""
+
+_TOLD_AFTER_S: Final = 5.0
+"""A daemon is started again within this. People are told of what takes longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,3 +305,79 @@ async def with_run_token(place: StorePlace, store: Store, config: LaunchConfig) 
     except StoreTimeoutError:
         raise LaunchError(f"the launcher that hosts the store at {place.endpoint} is of another version") from None
     return replace(place, run_token=run_token(config.token, salt), salt=salt)
+
+
+class Outage:
+    """Whether the store answers. `limit_s` is how long it may be away, `say` tells people."""
+
+    def __init__(self, where: object, limit_s: float, say: Callable[[str], None], look_s: float = LOOK_S) -> None:
+        self._where = where
+        self._limit_s = limit_s
+        self._say = say
+        self._look_s = look_s
+        self._since_s: float | None = None
+        self._told = False
+        self.restarts = 0
+        """How often the store has come back without its data."""
+        self._answers = asyncio.Event()
+        self._answers.set()
+
+    def on_data_lost(self) -> None:
+        """The store has come back without its data."""
+        self.restarts += 1
+
+    async def answers(self, store: Store) -> bool:
+        """Whether the store answers now."""
+        return not await self._look(store)
+
+    async def watch(self, store: Store, on_over: Callable[[str], None]) -> None:
+        """Look at the store until cancelled; call `on_over(why)` once it has been away for longer than it may."""
+        while True:
+            away_s = await self._look(store)
+            if away_s > self._limit_s:
+                on_over(f"the store at {self._where} has been away for {away_s:.0f} s, which --store-outage forbids")
+                return
+            if away_s > _TOLD_AFTER_S and not self._told:
+                self._told = True
+                self._say(f"the store at {self._where} does not answer; the job goes on while all nodes are well")
+            await asyncio.sleep(min(self._look_s, max(0.0, self._limit_s - away_s)))
+
+    async def wait(self, store: Store, timeout_s: float, hint: str = "") -> None:
+        """Wait until the store answers. Raises LaunchError after `timeout_s`, or once it was away for the limit."""
+        begun_s = _now()
+        while away_s := await self._look(store):
+            if not self._told:
+                self._told = True
+                self._say(f"the store at {self._where} does not answer; without it the nodes cannot meet: waiting")
+            if away_s > self._limit_s or _now() - begun_s > timeout_s:
+                raise LaunchError(
+                    f"the connection to the job's store was lost: the store at {self._where} has not answered for "
+                    f"{away_s:.0f} s{hint}"
+                )
+            await asyncio.sleep(min(self._look_s, 0.1 * timeout_s))
+
+    async def over(self) -> None:
+        """Wait, while `watch` looks, until the store answers again."""
+        await asyncio.sleep(self._look_s)  # it may not have been found away yet
+        await self._answers.wait()
+
+    async def _look(self, store: Store) -> float:
+        """Return for how many seconds the store has been away; 0 if it answers."""
+        asked_s = _now()
+        try:
+            async with asyncio.timeout(self._look_s):
+                await store.check(["launch"])
+        except (DistError, TimeoutError):
+            if self._since_s is None:
+                self._since_s = asked_s
+                self._answers.clear()
+            return max(_now() - self._since_s, 1e-9)
+        if self._told and self._since_s is not None:
+            self._say(f"the store at {self._where} answers again, after {_now() - self._since_s:.0f} s")
+        self._since_s, self._told = None, False
+        self._answers.set()
+        return 0.0
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -30,11 +30,9 @@ from asyncdist.errors import (
     StoreTimeoutError,
     WatchCompactedError,
 )
-from asyncdist.launch.beside import beside
-from asyncdist.launch.conclusion import Conclusion, End, conclude
-from asyncdist.launch.links import LinkHost, LinkPlace, Links
-from asyncdist.launch.outage import Outage
-from asyncdist.launch.presence import PRESENCE_GRACE_S, Presence
+from asyncdist.launch.failure import Conclusion, End, conclude
+from asyncdist.launch.rendezvous.job_store import Outage
+from asyncdist.launch.rendezvous.links import PRESENCE_GRACE_S, LinkHost, LinkPlace, Links, Presence, beside
 from asyncdist.store.member import MemberEvent
 
 if TYPE_CHECKING:

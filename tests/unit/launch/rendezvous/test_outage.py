@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from asyncdist.errors import DistStoreError, LaunchError
-from asyncdist.launch.outage import Outage, parse_outage
+from asyncdist.launch.config import parse_outage
+from asyncdist.launch.rendezvous.job_store import Outage
 
 
 class FakeStore:

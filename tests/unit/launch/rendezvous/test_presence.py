@@ -8,8 +8,7 @@ import pytest
 from store_proxy import cutting_proxy
 
 from asyncdist.errors import LeaseLostError, StoreTimeoutError
-from asyncdist.launch.beside import beside
-from asyncdist.launch.presence import Presence
+from asyncdist.launch.rendezvous.links import Presence, beside
 from asyncdist.store import HashStore, TCPStore
 from asyncdist_server import serve_in_thread
 

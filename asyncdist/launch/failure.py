@@ -1,15 +1,44 @@
-"""How a round of an elastic job ends: what each node says of its part, and what follows from all of it. No I/O."""
+"""Failures: which worker failed first, how each node's workers ended, and what follows for the job. No I/O.
+
+The worker that fails first is not always the first to end: the others hear of its failure within microseconds, and may
+be gone while it still unwinds. Their last words give them away.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
-from asyncdist.launch.nodes import Failure
+__all__ = ["Conclusion", "End", "Failure", "conclude", "is_consequence"]
 
-__all__ = ["Conclusion", "End", "conclude"]
+
+_EXCEPTION_LINE: Final = re.compile(rb"[ |+]*([\w.]+(?:Error|Exception|Interrupt|Exit))(?::|$)")
+_CONSEQUENCES: Final = (b"asyncdist.errors.PeerLostError", b"asyncdist.errors.GroupAbortedError")
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The first failure of an attempt, as every node reports it. `rank` is -1 for a lost node.
+
+    `files` are what there is to read about it on `host`.
+    """
+
+    node: int
+    rank: int
+    host: str
+    pid: int
+    exitcode: int
+    description: str
+    files: str = ""
+
+
+def is_consequence(last_lines: Iterable[bytes]) -> bool:
+    """Whether a worker's last lines end with an exception that says that another worker failed."""
+    exceptions = [match for line in last_lines if (match := _EXCEPTION_LINE.match(line))]
+    return bool(exceptions) and exceptions[-1][1] in _CONSEQUENCES
 
 
 @dataclass(frozen=True, slots=True)

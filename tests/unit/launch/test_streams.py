@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncdist.launch import output
-from asyncdist.launch.output import MAX_LINE_BYTES, TAIL_LINES, LinePrefixer, OutputWriter, StreamPump
+from asyncdist.launch import streams
+from asyncdist.launch.streams import MAX_LINE_BYTES, TAIL_LINES, LinePrefixer, StreamPump
+from asyncdist.launch.writers import OutputWriter
 
 
 @pytest.fixture
@@ -139,7 +140,7 @@ async def test_pump_to_the_end_of_file(pipe: tuple[int, int]) -> None:
 
 
 async def test_partial_lines_are_shown_after_a_while(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "PARTIAL_LINE_S", 0.01)
+    monkeypatch.setattr(streams, "PARTIAL_LINE_S", 0.01)
     worker_read, worker_write = os.pipe()
     writer = OutputWriter(pipe[1])
     pump = StreamPump(worker_read, b"> ", writer)

@@ -1,12 +1,10 @@
-"""Workers' output: whole lines with the rank in front, never blocking the launcher.
+"""A worker's two output streams: through a pipe and the launcher, or straight to a file.
 
     worker pipe -> StreamPump (reads when readable) -> LinePrefixer -> OutputWriter (one thread per descriptor)
                               |-> LogFile (of one worker), FilteredLog (of all of them): one thread
 
-The launcher's own stdout may be a terminal that was stopped or a pipe nobody reads, and there is no portable
-non-blocking write to it (O_NONBLOCK would change the descriptor for everyone who shares it). So a thread does the
-writing, and while it is behind, the pumps stop reading: then the pipes fill and the workers wait, as they would
-without a launcher, but the loop keeps watching them.
+A pump puts the rank in front of whole lines, and never blocks the launcher. While a writer is behind, the pumps stop
+reading: then the pipes fill and the workers wait, as they would without a launcher, but the loop keeps watching them.
 """
 
 from __future__ import annotations
@@ -15,13 +13,22 @@ import asyncio
 import contextlib
 import os
 import re
+import subprocess
 from collections import deque
-from typing import Final
+from dataclasses import dataclass
+from typing import IO, Final, TypeAlias
 
-from asyncdist.launch.log_file import FilteredLog, LogFile
-from asyncdist.launch.writer_thread import HIGH_WATER_BYTES, WriterThread
+from asyncdist.launch.writers import FilteredLog, LogFile, OutputWriter, WriterThread
 
-__all__ = ["MAX_LINE_BYTES", "TAIL_LINES", "LinePrefixer", "OutputWriter", "StreamPump"]
+__all__ = [
+    "MAX_LINE_BYTES",
+    "TAIL_LINES",
+    "Destination",
+    "LinePrefixer",
+    "RedirectedStream",
+    "Stream",
+    "StreamPump",
+]
 
 MAX_LINE_BYTES: Final = 1024 * 1024
 """A line may grow this long before it is cut: longer ones are binary data or a runaway, and memory is bounded."""
@@ -78,31 +85,6 @@ class LinePrefixer:
     def _prefixed(self, line: bytes) -> bytes:
         self.tail.append(line[:MAX_TAIL_LINE_BYTES].rstrip(b"\r\n"))
         return self._prefix + line
-
-
-class OutputWriter(WriterThread):
-    """Writes to one file descriptor, in order, from a thread of its own; `write` never blocks.
-
-    When the descriptor fails (closed pipe, vanished terminal) what follows is discarded: the job goes on without a
-    reader, as it would with its output in a full log.
-    """
-
-    def __init__(self, fd: int, *, high_water_bytes: int = HIGH_WATER_BYTES) -> None:
-        self._fd = fd
-        self.error: OSError | None = None
-        super().__init__(f"asyncdist-output-{fd}", high_water_bytes)
-
-    def write(self, data: bytes) -> None:
-        if data:
-            self.put(self._write_all, data)
-
-    def _write_all(self, data: bytes) -> None:
-        view = memoryview(data)
-        while view and self.error is None:
-            try:
-                view = view[os.write(self._fd, view) :]
-            except OSError as error:
-                self.error = error
 
 
 class StreamPump:
@@ -213,3 +195,69 @@ class StreamPump:
             self._timer.cancel()
             self._timer = None
         self._show(self._lines.flush())
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Of a stream: the terminal, a file, both (tee), or neither. `filtered` gets some of the lines as well.
+
+    A stream for a file alone is the worker's own (`>` of a shell): nothing is lost when the launcher is killed, and the
+    launcher has nothing to do with it.
+    """
+
+    terminal: OutputWriter | None = None
+    file: LogFile | None = None
+    filtered: FilteredLog | None = None
+
+    @property
+    def is_workers_own(self) -> bool:
+        """Whether the worker writes the file."""
+        return self.file is not None and self.terminal is None
+
+    def for_child(self) -> int:
+        """What subprocess is to make of it: a descriptor, or a pipe."""
+        return self.file.fd if self.file is not None and self.is_workers_own else subprocess.PIPE
+
+    def stream(self, pipe: IO[bytes] | None, prefix: bytes) -> Stream:
+        """The stream of a worker that was started with `for_child`; takes over the pipe that came of it."""
+        if self.file is not None and self.is_workers_own:
+            return RedirectedStream(self.file)
+        assert pipe is not None
+        with pipe:
+            fd = os.dup(pipe.fileno())
+        return StreamPump(fd, prefix, self.terminal, self.file, self.filtered)
+
+    def close(self) -> None:
+        """Close the file of a worker that could not be started."""
+        if self.file is not None:
+            self.file.close()
+
+
+class RedirectedStream:
+    """A file that the worker writes by itself. Owns `file`, and keeps its last lines when it is closed."""
+
+    def __init__(self, file: LogFile) -> None:
+        self._file: LogFile | None = file
+        self._tail: list[bytes] = []
+
+    @property
+    def tail(self) -> list[bytes]:
+        """The last lines, once the stream is closed."""
+        return self._tail
+
+    async def drain(self, idle_s: float) -> None:
+        """Nothing to do: what was written is in the file."""
+
+    def close(self) -> None:
+        """Remember the last lines and close the file. Idempotent."""
+        if self._file is not None:
+            file, self._file = self._file, None
+            lines = LinePrefixer(b"")
+            lines.feed(file.tail())
+            lines.flush()
+            self._tail = list(lines.tail)
+            file.close()
+
+
+Stream: TypeAlias = StreamPump | RedirectedStream
+"""A worker's stdout or stderr, seen from the launcher."""

@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 
 from asyncdist.errors import DistStoreError, LaunchError
-from asyncdist.launch.conclusion import Conclusion, End
 from asyncdist.launch.config import Endpoint, LaunchConfig
-from asyncdist.launch.links import LinkPlace
-from asyncdist.launch.nodes import Failure
-from asyncdist.launch.outage import Outage
-from asyncdist.launch.round import Entry, Plan, Round, Stop
-from asyncdist.launch.rounds import JobOverError, Outcome, Rounds
+from asyncdist.launch.failure import Conclusion, End, Failure
+from asyncdist.launch.rendezvous.job_store import Outage
+from asyncdist.launch.rendezvous.links import LinkPlace
+from asyncdist.launch.rendezvous.round import Entry, Plan, Round, Stop
+from asyncdist.launch.rendezvous.rounds import JobOverError, Outcome, Rounds
 from asyncdist.store import HashStore
 
 LOST_AFTER_S = 30.0

@@ -6,6 +6,11 @@ to it, proven by a key that node 0 draws and tells them in the job's store. Keys
     there/<node>/connected    bound to the connection of the node's launcher: it goes when that is killed
     there/<node>/heard        bound to a lease that the launcher renews: it goes when that is silent for too long
     bye/<node>                this node needs the others no longer
+
+While the launchers of an elastic job meet, the job's store itself tells who was killed (`Presence`). A launcher that is
+stopped, or whose host is down, breaks no connection: its silence tells, much later. Keys, among those of the store's
+job: `here/<member>`, bound to the launcher's connection, set before it joins and gone only after it has left, so that a
+member without one was killed.
 """
 
 from __future__ import annotations
@@ -13,13 +18,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from asyncdist.errors import DistError, LaunchError, StoreTimeoutError
-from asyncdist.launch.beside import beside
-from asyncdist.launch.hosting import LAUNCHERS_NAMESPACE, StorePlace
+from asyncdist.launch.rendezvous.job_store import LAUNCHERS_NAMESPACE, StorePlace
+from asyncdist.store.prefix_store import PrefixStore
 from asyncdist_server.wire.auth import new_token
 
 if TYPE_CHECKING:
@@ -28,7 +34,7 @@ if TYPE_CHECKING:
     from asyncdist.store.lease import Lease
     from asyncdist_server import ThreadedServer
 
-__all__ = ["LinkHost", "LinkPlace", "Links", "open_link"]
+__all__ = ["PRESENCE_GRACE_S", "LinkHost", "LinkPlace", "Links", "Presence", "beside", "open_link"]
 
 BYE_TIMEOUT_S: Final = 5.0
 """How long node 0 waits for the others to go, and another for its last word to arrive."""
@@ -38,6 +44,14 @@ OPEN_TIMEOUT_S: Final = 20.0
 
 _GIVEN_UP_TIMEOUT_S: Final = 1.0
 """A launcher that answers within this lives: then it is this one that was silent."""
+
+
+PRESENCE_GRACE_S: Final = 1.0
+"""A launcher only waits, and makes a broken connection anew within milliseconds; one that does not was killed (a daemon
+that comes back waits longer for its clients). One that was merely slow finds itself expelled, and joins anew."""
+
+_HERE: Final = "here/"
+_MEMBERS: Final = "members/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,3 +209,64 @@ class Links:
                 if last:
                     living = (node for node in range(self._nnodes) if node not in gone)
                     await self.store.wait([f"{self._bye}{node}" for node in living], None)
+
+
+class Presence:
+    """One launcher's presence, for as long as it is the member `name` of the store's `job`, and that of the others."""
+
+    def __init__(self, store: Store, job: str, name: str, grace_s: float = PRESENCE_GRACE_S) -> None:
+        self._store = store
+        self._view = PrefixStore(f"job/{job}", store)
+        self._grace_s = grace_s
+        self._lease: Lease | None = None
+        self.job = job
+        self.name = name
+
+    async def show(self) -> None:
+        """Let the others see this launcher from now on."""
+        self._lease = await self._store.lease(self._grace_s, bound=True)
+        self._lease.outlive_outages()
+        await self._view.set(_HERE + self.name, b"", lease=self._lease)
+
+    def end(self) -> None:
+        """Be seen no more."""
+        if self._lease is not None:
+            self._lease.abandon()
+
+    async def watch(self, on_killed: Callable[[str], None]) -> None:
+        """Expel members that were killed, until cancelled; `on_killed` is called with the name of each before that.
+
+        Raises DistError when the store cannot tell any more.
+        """
+        async with self._view.watch(_HERE) as watch:
+            members, here = await asyncio.gather(self._names(_MEMBERS), self._names(_HERE))
+            for name in members - here:
+                await self._has_gone(name, on_killed)
+            async for event in watch:
+                if event.kind != "set":
+                    await self._has_gone(event.key.removeprefix(_HERE), on_killed)
+
+    async def _names(self, start: str) -> set[str]:
+        return {key.removeprefix(start) for key in await self._view.list_keys(start)}
+
+    async def _has_gone(self, name: str, on_killed: Callable[[str], None]) -> None:
+        if name == self.name:  # connected again, too late, and nobody was there to expel it
+            await self.show()
+            return
+        on_killed(name)
+        with contextlib.suppress(DistError):  # then its silence tells
+            await self._store.expel(self.job, name)
+
+
+@asynccontextmanager
+async def beside(*watches: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run `watches` while inside and cancel them at its end; what one of them has raised is raised there."""
+    tasks = [asyncio.create_task(watch) for watch in watches]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(outcome, Exception):  # a bug or a foreign record, not the cancellation
+                raise outcome

@@ -11,8 +11,8 @@ import pytest
 from jobs import free_port
 
 from asyncdist.errors import LaunchError
-from asyncdist.launch import hosting
 from asyncdist.launch.config import Endpoint, LaunchConfig
+from asyncdist.launch.rendezvous import job_store
 from asyncdist_server import serve_in_thread
 from asyncdist_server.serving.user_token import find_user_token
 from asyncdist_server.wire.auth import new_token
@@ -44,7 +44,7 @@ def test_the_address_that_is_bound(
         return [(socket.AF_INET6 if ":" in each else socket.AF_INET, 0, 0, "", (each, 0)) for each in found]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    assert asyncio.run(hosting._bind_address(Endpoint(host, 1), nodes)) == bound
+    assert asyncio.run(job_store._bind_address(Endpoint(host, 1), nodes)) == bound
 
 
 def test_all_addresses_are_served_with_a_token_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,15 +54,15 @@ def test_all_addresses_are_served_with_a_token_only(monkeypatch: pytest.MonkeyPa
     async def host() -> None:
         endpoint = Endpoint("localhost", 0)
         with pytest.raises(LaunchError, match="a token is needed"):
-            await hosting._host_if_ours(endpoint, None, None, 2)
-        server = await hosting._host_if_ours(endpoint, "a-token-of-this-test-and-long", None, 2)
+            await job_store._host_if_ours(endpoint, None, None, 2)
+        server = await job_store._host_if_ours(endpoint, "a-token-of-this-test-and-long", None, 2)
         assert server is not None
         try:
-            await hosting.probe_store(Endpoint("localhost", server.port), "a-token-of-this-test-and-long")
+            await job_store.probe_store(Endpoint("localhost", server.port), "a-token-of-this-test-and-long")
         finally:
             await asyncio.to_thread(server.close)
 
-    monkeypatch.setattr(hosting, "_bind_address", bind_all)
+    monkeypatch.setattr(job_store, "_bind_address", bind_all)
     asyncio.run(host())
 
 
@@ -73,18 +73,18 @@ def test_a_store_without_a_token_does_not_pass_for_that_of_another_launcher() ->
         for rank in (0, 1):
             config = LaunchConfig(command=("x",), nnodes=2, node_rank=rank, endpoint=there)
             with pytest.raises(LaunchError, match="it may belong to another user"):
-                asyncio.run(hosting.find_or_host(config))
-        named = asyncio.run(hosting.find_or_host(LaunchConfig(command=("x",), store=there)))
+                asyncio.run(job_store.find_or_host(config))
+        named = asyncio.run(job_store.find_or_host(LaunchConfig(command=("x",), store=there)))
         assert (named.token, named.hosted) == (None, None)
 
 
 def test_launchers_on_loopback_have_their_users_token() -> None:
     async def both() -> None:
         config = LaunchConfig(command=("x",), nnodes=2, node_rank=0, endpoint=Endpoint("127.0.0.1", 0))
-        first = await hosting.find_or_host(config)
+        first = await job_store.find_or_host(config)
         assert first.hosted is not None
         try:
-            second = await hosting.find_or_host(dataclasses.replace(config, node_rank=1, endpoint=first.endpoint))
+            second = await job_store.find_or_host(dataclasses.replace(config, node_rank=1, endpoint=first.endpoint))
             assert first.token == second.token == find_user_token() is not None
         finally:
             await asyncio.to_thread(first.hosted.close)
@@ -103,12 +103,12 @@ def test_launchers_that_come_later_agree_on_the_key_of_the_run_and_runs_differ()
         found: list[str | None] = []
         hosted = None
         for node_rank in (0, 1, 1):  # the third is one that was started again
-            place = await hosting.find_or_host(config(port, node_rank))
+            place = await job_store.find_or_host(config(port, node_rank))
             hosted = hosted or place.hosted
-            store = await hosting.open_store(place, 10.0)
-            place = await hosting.with_run_token(place, store, config(port, node_rank))
+            store = await job_store.open_store(place, 10.0)
+            place = await job_store.with_run_token(place, store, config(port, node_rank))
             await store.close()
-            await hosting.probe_store(place.endpoint, place.run_token)
+            await job_store.probe_store(place.endpoint, place.run_token)
             found.append(place.run_token)
         assert hosted is not None
         await asyncio.to_thread(hosted.close)

@@ -30,11 +30,9 @@ from asyncdist.errors import (
     StoreTimeoutError,
     WatchCompactedError,
 )
-from asyncdist.launch.beside import beside
-from asyncdist.launch.links import LinkHost
-from asyncdist.launch.outage import Outage
-from asyncdist.launch.presence import PRESENCE_GRACE_S, Presence
-from asyncdist.launch.round import Round, shown
+from asyncdist.launch.rendezvous.job_store import Outage
+from asyncdist.launch.rendezvous.links import PRESENCE_GRACE_S, LinkHost, Presence, beside
+from asyncdist.launch.rendezvous.round import Round, shown
 from asyncdist.store.member import default_name
 from asyncdist.store.prefix_store import PrefixStore
 

@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 
-from asyncdist.launch import log_file
-from asyncdist.launch.destination import Destination, RedirectedStream
-from asyncdist.launch.log_file import MAX_TAIL_BYTES, FilteredLog, LogFile
-from asyncdist.launch.output import StreamPump
-from asyncdist.launch.writer_thread import WriterThread
+from asyncdist.launch import writers
+from asyncdist.launch.streams import Destination, RedirectedStream, StreamPump
+from asyncdist.launch.writers import MAX_TAIL_BYTES, FilteredLog, LogFile, WriterThread
 
 
 class Errors(list[str]):
@@ -47,7 +45,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
             return small.write if name == "write" else getattr(os, name)
 
     small = Disk(5)
-    monkeypatch.setattr(log_file, "os", FakeOs())
+    monkeypatch.setattr(writers, "os", FakeOs())
     return small
 
 

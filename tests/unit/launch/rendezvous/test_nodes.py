@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from asyncdist.errors import LaunchError
-from asyncdist.launch.meeting import Roster
-from asyncdist.launch.nodes import Failure, Nodes
+from asyncdist.launch.failure import Failure
+from asyncdist.launch.rendezvous.nodes import Nodes, Roster
 from asyncdist.store import HashStore
 
 FAILURE = Failure(node=1, rank=5, host="h", pid=12, exitcode=3, description="exit code 3")

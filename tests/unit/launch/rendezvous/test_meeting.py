@@ -7,9 +7,8 @@ import asyncio
 import pytest
 
 from asyncdist.errors import LaunchError
-from asyncdist.launch import meeting as meeting_module
-from asyncdist.launch.meeting import Meeting, Roster
-from asyncdist.launch.nodes import Nodes
+from asyncdist.launch.rendezvous import nodes as nodes_module
+from asyncdist.launch.rendezvous.nodes import Meeting, Nodes, Roster
 from asyncdist.store import HashStore
 
 
@@ -36,7 +35,7 @@ async def run_ids(*joins: asyncio.Task[tuple[Roster, Meeting]]) -> set[str]:
 @pytest.fixture(autouse=True)
 def patience_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody who can be told needs a roll call's time-out."""
-    monkeypatch.setattr(meeting_module, "ROLL_CALL_S", 60.0)
+    monkeypatch.setattr(nodes_module, "ROLL_CALL_S", 60.0)
 
 
 @pytest.mark.parametrize("ranks", [(0, 1), (1, 0), (None, None)])
@@ -63,7 +62,7 @@ async def test_those_who_still_wait_meet_whom_replaces_the_interrupted() -> None
 async def test_after_one_was_killed_while_it_waited(
     ranks: tuple[int | None, int | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meeting_module, "ROLL_CALL_S", 0.2)
+    monkeypatch.setattr(nodes_module, "ROLL_CALL_S", 0.2)
     store = HashStore()
     for key, value in {"nnodes": "2", "node/0": '{"nproc": 1, "host": "h", "run_id": "dead"}'}.items():
         await store.set(f"launch/job/0/{key}", value)
@@ -101,7 +100,7 @@ async def test_a_time_out_of_one_does_not_end_the_others() -> None:
 
 
 async def test_who_is_silent_at_the_deadline_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting_module, "ROLL_CALL_S", 0.05)
+    monkeypatch.setattr(nodes_module, "ROLL_CALL_S", 0.05)
     store = HashStore()
     await store.set("launch/job/0/node/0", '{"nproc": 1, "host": "h", "run_id": "dead"}')
     with pytest.raises(LaunchError, match=r"nodes \[0\] of 2 came and went silent"):
