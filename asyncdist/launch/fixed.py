@@ -18,7 +18,7 @@ from asyncdist.launch.failure import Failure
 from asyncdist.launch.orphan_killer import OrphanKiller
 from asyncdist.launch.rendezvous.job_store import Outage, StorePlace, open_store, with_run_token
 from asyncdist.launch.rendezvous.links import LinkHost, beside
-from asyncdist.launch.rendezvous.nodes import Nodes, Roster
+from asyncdist.launch.rendezvous.nodes import ENDED_WELL, Nodes, Roster
 from asyncdist.launch.worker import Exit
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class FixedAgent(NodeAgent):
             name = signal.Signals(self._interrupted_by).name
             failure = Failure(place.node_rank, -1, self._host, 0, 128 + self._interrupted_by, f"ended by {name}")
             await nodes.report_failure(number, failure)
-        outcome = "ok" if result.all_succeeded else "failed"
+        outcome = ENDED_WELL if result.all_succeeded else b"failed"
         over = asyncio.create_task(nodes.end(number, outcome))
         ending = asyncio.create_task(self._ending.wait())
         try:

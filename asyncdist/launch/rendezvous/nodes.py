@@ -44,7 +44,7 @@ from asyncdist.launch.rendezvous.links import LinkHost, LinkPlace, Links, beside
 if TYPE_CHECKING:
     from asyncdist.store.base import Store
 
-__all__ = ["Meeting", "Nodes", "Roster"]
+__all__ = ["ENDED_WELL", "Meeting", "Nodes", "Roster"]
 
 
 ROLL_CALL_S: Final = 5.0
@@ -54,6 +54,9 @@ _GIVE_UP_TIMEOUT_S: Final = 2.0
 """An interrupted launcher tries for this long to tell the others; they would notice at the next roll call."""
 
 _TOGETHER: Final = b"together"
+
+ENDED_WELL: Final = b"ok"
+"""How an attempt ended on a node whose workers have all ended with 0."""
 
 PRESENCE_GRACE_S: Final = 5.0
 """A launcher whose connection broke makes it anew within a second or two. One that was merely slow has cost the job,
@@ -309,13 +312,20 @@ class Nodes:
             yield
 
     async def _was_lost(self, attempt: int, on_failure: Callable[[Failure], None], node: int | None, why: str) -> None:
-        """Report a launcher that is gone, and stop waiting for it."""
+        """Stop waiting for a launcher that is gone, and report it, unless all of its workers had ended well."""
         if node is None:
             on_failure(self.unreachable(why))
             return
+        is_done = await self._ended_well(attempt, node)
         self._killed.add(node)
         self._news.set()
-        await self.report_failure(attempt, self._of_node(node, why))
+        if not is_done:
+            await self.report_failure(attempt, self._of_node(node, why))
+
+    async def _ended_well(self, attempt: int, node: int) -> bool:
+        with contextlib.suppress(DistError):
+            return await self.words.get(f"{self._root}{attempt}/end/{node}", timeout=0) == ENDED_WELL
+        return False
 
     async def _await_failure(self, attempt: int, on_failure: Callable[[Failure], None]) -> None:
         try:
@@ -343,7 +353,7 @@ class Nodes:
             return self.own_failure(f"the connection to the job's store was lost: {why}")
         return self._of_node(0, f"its launcher was killed, or cannot be reached: {why}")
 
-    async def end(self, attempt: int, outcome: str) -> None:
+    async def end(self, attempt: int, outcome: bytes) -> None:
         """Say how this node's attempt ended and wait, without limit, for all nodes to say it (if they can be reached).
 
         Nobody waits for a node that was killed, which is known inside `watching`.

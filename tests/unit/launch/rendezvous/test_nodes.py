@@ -121,13 +121,33 @@ async def test_nobody_waits_for_a_node_that_went_before_another_attempt() -> Non
     heard: asyncio.Queue[Failure] = asyncio.Queue()
     async with asyncio.timeout(60), launched[1].watching(0, heard.put_nowait):
         await launched[2].store.close()
-        ends = [asyncio.create_task(launched[node].end(1, "failed")) for node in (0, 1)]
+        ends = [asyncio.create_task(launched[node].end(1, b"failed")) for node in (0, 1)]
         async with launched[0].watching(1, heard.put_nowait), launched[1].watching(1, heard.put_nowait):
             failures = [await heard.get() for _ in range(2)]
             await asyncio.gather(*ends)
     assert failures[0] == failures[1]
     assert (failures[0].node, failures[0].rank, failures[0].host, failures[0].exitcode) == (2, -1, "h", 1)
     assert "killed" in failures[0].description
+    await all_leave(launched)
+
+
+async def test_a_launcher_that_is_lost_when_its_workers_are_done_fails_nobody() -> None:
+    launched = launchers(3, lost_after_s=0.1)
+    await all_join(launched, [0, 1, 2], [1, 1, 1])
+    heard: asyncio.Queue[Failure] = asyncio.Queue()
+    store = launched[0].store
+    async with asyncio.timeout(60), launched[0].watching(0, heard.put_nowait), store.watch("") as watch:
+        done = asyncio.create_task(launched[2].end(0, b"ok"))
+        launched[2].store.lease_keeper._renew = lambda: None  # type: ignore[attr-defined]
+        async for event in watch:
+            if event.key.endswith("there/2/heard"):
+                break
+        for _ in range(50):  # the others notice, and would report it
+            await asyncio.sleep(0)
+        await asyncio.gather(done, *(launched[node].end(0, b"ok") for node in (0, 1)))
+        assert heard.empty()
+        async with launched[1].watching(1, heard.put_nowait):  # it is missed in another attempt
+            assert (await heard.get()).node == 2
     await all_leave(launched)
 
 
@@ -146,11 +166,11 @@ async def test_a_closed_store_is_a_failure_that_says_so() -> None:
 async def test_the_end_waits_for_all() -> None:
     launched = launchers(2)
     await all_join(launched, [0, 1], [1, 1])
-    first = asyncio.create_task(launched[0].end(0, "ok"))
+    first = asyncio.create_task(launched[0].end(0, b"ok"))
     for _ in range(10):
         await asyncio.sleep(0)
     assert not first.done()
     async with asyncio.timeout(60):
-        await launched[1].end(0, "failed")
+        await launched[1].end(0, b"failed")
         await first
     await all_leave(launched)
