@@ -57,32 +57,32 @@ _EXPLAINED: Final = tuple(name for name in ALGORITHMS if name not in PRIVATE_COL
     "--bytes",
     "nbytes",
     type=BYTES,
-    help="The whole vector: all blocks together, of all_to_all those of one rank. 4096, 64KiB, 1MB ... "
-    "Without it, the choice by size is shown.",
+    help="Size of the whole vector: all blocks together, or for all_to_all the blocks of one rank. Written as 4096, "
+    "64KiB or 1MB. Without it, the choice for each size is shown.",
 )
-@click.option("--dtype", default="float32", show_default=True, help="Elements are not cut.")
-@click.option("--hosts", type=click.IntRange(1, MAX_WORLD), help="Hosts, among which ranks are shared out evenly.")
+@click.option("--dtype", default="float32", show_default=True, help="Type of the elements; chunks hold whole elements.")
+@click.option("--hosts", type=click.IntRange(1, MAX_WORLD), help="Number of hosts; each has the same number of ranks.")
 @click.option(
     "--ranks-per-host",
     type=click.IntRange(1, MAX_WORLD),
-    help="Ranks that share a host and its cores; else as LOCAL_WORLD_SIZE says, or 1.",
+    help="Ranks that share a host and its cores; else LOCAL_WORLD_SIZE, else 1.",
 )
 @click.option(
-    "--cores", type=click.IntRange(0, MAX_CORES), help="Cores of a host; 0 for one per rank; else this one's."
+    "--cores", type=click.IntRange(0, MAX_CORES), help="Cores of a host, 0 for one per rank; else those of this host."
 )
-@click.option("--root", type=click.IntRange(0), default=0, help="Of collectives that have one.")
+@click.option("--root", type=click.IntRange(0), default=0, help="Rank of the root, for collectives that have one.")
 @click.option(
     "--op",
     type=click.Choice(["commutative", "ordered"]),
     default="commutative",
     show_default=True,
-    help="Whether operands may change places.",
+    help="Whether a reduction may change the order of its operands.",
 )
 @click.option(
     "--shared/--no-shared",
     "wanted",
     default=None,
-    help="Whether all ranks share memory; else as those of one host do, unless the transport is unix or tcp.",
+    help="Whether all ranks share memory; else they do if all are on one host and the transport is not unix or tcp.",
 )
 @click.option(
     "--constants",
@@ -90,7 +90,9 @@ _EXPLAINED: Final = tuple(name for name in ALGORITHMS if name not in PRIVATE_COL
     help=f"A built-in set ({', '.join(BUILT_IN)}) or a file of `asyncdist tune`; else what a group here would use.",
 )
 @click.option(
-    "--transport", type=click.Choice(TRANSPORTS), help="Whose constants of the file; else ASYNCDIST_TRANSPORT or auto."
+    "--transport",
+    type=click.Choice(TRANSPORTS),
+    help="Transport whose constants are used; else ASYNCDIST_TRANSPORT, else auto.",
 )
 def explain_command(
     collective: str,

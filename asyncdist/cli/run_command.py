@@ -65,31 +65,39 @@ def _interface(value: str) -> str | None:
     metavar="N|MIN:MAX",
     default="1",
     show_default=True,
-    help="Nodes (launchers) of the job; of an elastic job the least and the most.",
+    help="Number of nodes, with one launcher on each. MIN:MAX makes the job elastic.",
 )
-@click.option("--node-rank", type=click.IntRange(0), help="This node's number; by default the store deals them out.")
+@click.option(
+    "--node-rank", type=click.IntRange(0), help="Rank of this node; by default the store deals node ranks out."
+)
 @click.option(
     "--rdzv-endpoint",
     callback=parsed_by(partial(parse_endpoint, least_port=0)),
     metavar="HOST:PORT",
-    help="Where the nodes meet; the first of them hosts the store. Port 0, for one node, is a free one.",
+    help="Where the nodes meet; the first of them hosts the store. A single node may give port 0: any free port.",
 )
-@click.option("--rdzv-id", help="The job's name; keeps jobs on one store apart.")
+@click.option("--rdzv-id", help="Name of the job, which tells jobs on one store apart.")
 @click.option(
     "--rdzv-conf",
     metavar="KEY=VALUE,...",
-    help="Seconds of an elastic job: last_call_timeout (30), join_timeout, keep_alive_interval (5); and "
-    "keep_alive_max_attempt (4), intervals of silence after which a node is lost.",
+    help="Times of an elastic job, in seconds: last_call_timeout (30), join_timeout, keep_alive_interval (5). A node "
+    "is lost after keep_alive_max_attempt (4) intervals of silence.",
 )
-@click.option("--master-addr", help="As --rdzv-endpoint, in two options: the address.")
-@click.option("--master-port", type=click.IntRange(1, 65535), help=f"... and the port (default {DEFAULT_PORT}).")
-@click.option("--standalone", is_flag=True, help="One node with a store of its own, whatever the environment says.")
+@click.option("--master-addr", help="The address of --rdzv-endpoint, as an option of its own.")
+@click.option(
+    "--master-port",
+    type=click.IntRange(1, 65535),
+    help=f"The port of --rdzv-endpoint, as an option of its own (default {DEFAULT_PORT}).",
+)
+@click.option(
+    "--standalone", is_flag=True, help="One node with a store of its own, even if ASYNCDIST_STORE names a daemon."
+)
 @click.option(
     "--max-restarts",
     type=click.IntRange(0),
     default=0,
     show_default=True,
-    help="How often all workers are started anew after one has failed.",
+    help="How often all workers may be restarted after one has failed.",
 )
 @click.option(
     "--grace",
@@ -97,7 +105,7 @@ def _interface(value: str) -> str | None:
     default=DEFAULT_GRACE_S,
     show_default=True,
     metavar="SECONDS",
-    help="After a failure the others get this long to end, then SIGTERM and as long again, then SIGKILL.",
+    help="Time that the other workers have to end after a failure; then SIGTERM and as long again, then SIGKILL.",
 )
 @click.option(
     "--shutdown-timeout",
@@ -106,7 +114,7 @@ def _interface(value: str) -> str | None:
     default=DEFAULT_SHUTDOWN_TIMEOUT_S,
     show_default=True,
     metavar="SECONDS",
-    help="After a signal to the launcher, until SIGKILL.",
+    help="Time that workers have to end after a signal to the launcher; then SIGKILL.",
 )
 @click.option(
     "--join-timeout",
@@ -114,7 +122,7 @@ def _interface(value: str) -> str | None:
     default=DEFAULT_JOIN_TIMEOUT_S,
     show_default=True,
     metavar="SECONDS",
-    help="For the store to answer and for all nodes to come.",
+    help="How long to wait for the store to answer and for all nodes to join.",
 )
 @click.option(
     "--store-outage",
@@ -128,15 +136,15 @@ def _interface(value: str) -> str | None:
 @click.option("--pass-local-rank", is_flag=True, help="Append --local_rank=N to the worker's arguments.")
 @click.option("--no-python", is_flag=True, help="Run a program, not a Python script.")
 @click.option("-m", "--module", is_flag=True, help="Run a module, as python -m does.")
-@click.option("--role", default="default", help="What workers find in ROLE_NAME.")
+@click.option("--role", default="default", help="Value of ROLE_NAME in the environment of the workers.")
 @click.option(
-    "--virtual-local-rank", is_flag=True, help="Each worker sees one GPU, its own, and is LOCAL_RANK 0 to itself."
+    "--virtual-local-rank", is_flag=True, help="Show each worker only its own GPU, and set its LOCAL_RANK to 0."
 )
 @click.option(
     "--local-addr",
     callback=parsed_by(_interface),
     metavar="ADDRESS",
-    help="An address of this node: workers use the network interface that has it.",
+    help="Address of this node; workers use the network interface that has this address.",
 )
 @click.option(
     "--signals-to-handle",
@@ -144,7 +152,8 @@ def _interface(value: str) -> str | None:
     metavar="NAMES",
     default=",".join(each.name for each in ENDING),
     show_default=True,
-    help="Signals that end the job, by way of the workers. SIGUSR1 and SIGUSR2 go to workers that handle them.",
+    help="Signals that end the job: the launcher passes them on to the workers. SIGUSR1 and SIGUSR2 go to the "
+    "workers that handle them.",
 )
 @output_options
 @unused_options
@@ -153,9 +162,10 @@ def _interface(value: str) -> str | None:
 def run_command(script: str, args: tuple[str, ...], **options: Any) -> None:
     """Run SCRIPT once per rank and see to it that all of them end.
 
-    Each worker finds its place in the environment (RANK, WORLD_SIZE, LOCAL_RANK, ..., as torchrun sets it) and the
-    store in ASYNCDIST_STORE. Without a daemon this launcher hosts the store. The exit code is the first failing
-    worker's (128 + n for signal n). Every option can also be given as torchrun's variable, PET_NNODES for --nnodes.
+    Each worker reads its place in the job from its environment (RANK, WORLD_SIZE, LOCAL_RANK, ..., as torchrun sets
+    them) and the address of the store from ASYNCDIST_STORE. Without a daemon this launcher hosts the store. The exit
+    code is that of the worker that failed first (128 + n for signal n). As with torchrun, an environment variable can
+    stand for each option: PET_NNODES for --nnodes.
     """
     config = _config(script, args, options)
     sys.exit(_launch(config))

@@ -77,7 +77,8 @@ def output_options(command: Command) -> Command:
             click.option(
                 "--log-dir",
                 metavar="DIR",
-                help="Where each run has a folder, with one for each attempt and in it one for each local rank.",
+                help="Directory of the logs: a folder for each run, in it one for each attempt, in that one for each "
+                "local rank.",
             ),
             click.option(
                 "-r",
@@ -85,7 +86,7 @@ def output_options(command: Command) -> Command:
                 callback=parsed_by(parse_streams),
                 metavar="STREAMS",
                 default="0",
-                help="What goes to files only: 1 stdout, 2 stderr, 3 both, or by local rank, as in 0:3,1:2.",
+                help="Streams that go to files only: 1 stdout, 2 stderr, 3 both; or by local rank, as in 0:3,1:2.",
             ),
             click.option(
                 "-t",
@@ -93,28 +94,28 @@ def output_options(command: Command) -> Command:
                 callback=parsed_by(parse_streams),
                 metavar="STREAMS",
                 default="0",
-                help="What goes to files and to the terminal, likewise.",
+                help="Streams that go to files and to the terminal, written as for --redirects.",
             ),
             click.option(
                 "--local-ranks-filter",
                 callback=parsed_by(parse_local_ranks),
                 metavar="RANKS",
                 default="",
-                help="Local ranks whose output may go to the terminal, as in 0,2; by default all.",
+                help="Local ranks whose output may go to the terminal, as in 0,2. By default all.",
             ),
             click.option(
                 "--duplicate-stdout-filters",
                 callback=parsed_by(parse_needles),
                 metavar="TEXTS",
                 default="",
-                help="Lines of teed stdout with one of these texts (a,b) are also collected in one file.",
+                help="Texts (a,b): lines of teed stdout that contain one of them are also collected in one file.",
             ),
             click.option(
                 "--duplicate-stderr-filters",
                 callback=parsed_by(parse_needles),
                 metavar="TEXTS",
                 default="",
-                help="... and of teed stderr.",
+                help="The same for teed stderr.",
             ),
         )
     ):

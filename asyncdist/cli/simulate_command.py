@@ -65,43 +65,59 @@ class _Several(click.ParamType):  # type: ignore[type-arg]
     epilog=f"COLLECTIVE is one of {', '.join(simulated_collectives())}.",
 )
 @click.argument("collective", metavar="COLLECTIVE", type=CollectiveName(simulated_collectives()))
-@click.option("--world", "worlds", type=_Several(click.IntRange(1, MAX_WORLD)), help="Ranks; several with commas.")
+@click.option(
+    "--world",
+    "worlds",
+    type=_Several(click.IntRange(1, MAX_WORLD)),
+    help="Number of ranks; several numbers with commas.",
+)
 @click.option(
     "--bytes",
     "sizes",
     type=_Several(BYTES),
     default="8,1KiB,64KiB,1MiB,64MiB,1GiB",
     show_default=True,
-    help="The whole vector: all blocks together, of all_to_all those of one rank; several with commas.",
+    help="Size of the whole vector: all blocks together, or for all_to_all the blocks of one rank; several with "
+    "commas.",
 )
-@click.option("--algorithm", help="Only these, with commas; else all.")
-@click.option("--hosts", type=click.IntRange(1, MAX_WORLD), help="Hosts, instead of --world; with --ranks-per-host.")
+@click.option("--algorithm", help="Algorithms to simulate, with commas; else all.")
 @click.option(
-    "--ranks-per-host", type=click.IntRange(1, MAX_WORLD), default=1, show_default=True, help="Ranks of each host."
+    "--hosts",
+    type=click.IntRange(1, MAX_WORLD),
+    help="Number of hosts; give it with --ranks-per-host instead of --world.",
+)
+@click.option(
+    "--ranks-per-host", type=click.IntRange(1, MAX_WORLD), default=1, show_default=True, help="Ranks on each host."
 )
 @click.option(
     "--constants",
     "source",
     default="asyncio-tcp",
     show_default=True,
-    help=f"A built-in set ({', '.join(BUILT_IN)}) or a file of `asyncdist tune`; what follows replaces single ones.",
+    help=f"A built-in set ({', '.join(BUILT_IN)}) or a file of `asyncdist tune`; the options below replace "
+    "single constants.",
 )
-@click.option("--alpha", "alpha_s", type=SECONDS, help="Per message, such as 60us: half a round trip.")
-@click.option("--beta", "beta_s", type=SECONDS, help="Per byte sent, such as 0.67ns.")
-@click.option("--gamma", "gamma_s", type=SECONDS, help="Per byte reduced.")
+@click.option("--alpha", "alpha_s", type=SECONDS, help="Time per message, half a round trip; such as 60us.")
+@click.option("--beta", "beta_s", type=SECONDS, help="Time per byte sent, such as 0.67ns.")
+@click.option("--gamma", "gamma_s", type=SECONDS, help="Time per byte reduced.")
 @click.option("--overhead", "overhead_s", type=SECONDS, help="Processor time per message at each end, part of --alpha.")
-@click.option("--between-alpha", "between_alpha_s", type=SECONDS, help="Per message between hosts.")
-@click.option("--between-beta", "between_beta_s", type=SECONDS, help="Per byte of a host's card.")
-@click.option("--cores", type=click.IntRange(0), help="Cores of a host; 0: one for each rank.")
+@click.option("--between-alpha", "between_alpha_s", type=SECONDS, help="Time per message between hosts.")
+@click.option("--between-beta", "between_beta_s", type=SECONDS, help="Time per byte that a host's network card sends.")
+@click.option("--cores", type=click.IntRange(0), help="Cores of a host, 0 for one per rank.")
 @click.option("--itemsize", type=click.IntRange(1), default=4, show_default=True, help="Bytes per element.")
 @click.option(
     "--method",
     type=click.Choice([method.value for method in Method]),
     default=Method.AUTO.value,
     show_default=True,
-    help="events: every rank, exactly, however long it takes; symmetry: as large worlds are simulated.",
+    help="events: simulate every rank exactly, however long that takes; symmetry: as large worlds are simulated.",
 )
-@click.option("--plot", "picture", type=click.Path(dir_okay=False, path_type=Path), help="Draw into this file as well.")
+@click.option(
+    "--plot",
+    "picture",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Draw a picture of the times into this file as well.",
+)
 def simulate_command(
     collective: str,
     worlds: tuple[int, ...] | None,

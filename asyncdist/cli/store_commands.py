@@ -120,7 +120,10 @@ def _printable(text: str) -> str:
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="File with the daemon's token; else ASYNCDIST_TOKEN, else the file ASYNCDIST_TOKEN_FILE.",
 )
-@click.option("--tls-ca", help="TLS: certificates of who signs daemons, or `system`; else ASYNCDIST_TLS_CA.")
+@click.option(
+    "--tls-ca",
+    help="TLS: file with the CA certificates that daemons are signed with, or `system`; else ASYNCDIST_TLS_CA.",
+)
 @click.option("--tls-cert", help="TLS: certificate of this client; else ASYNCDIST_TLS_CERT.")
 @click.option("--tls-key", help="TLS: its key; else ASYNCDIST_TLS_KEY.")
 @click.option("--tls-server-name", help="TLS: name in the daemon's certificate; else ASYNCDIST_TLS_SERVER_NAME.")
@@ -129,7 +132,7 @@ def _printable(text: str) -> str:
     type=click.FloatRange(min=0),
     default=DEFAULT_TIMEOUT_S,
     show_default=True,
-    help="Seconds, for everything.",
+    help="Seconds that a command may take, connecting included.",
 )
 @click.pass_context
 def store_group(
@@ -143,8 +146,8 @@ def store_group(
 ) -> None:
     r"""Look into a running store: its keys, and who waits for what.
 
-    A key may be any bytes. All commands take and show one alike: \xHH is a byte that is no visible text, \\ is a
-    backslash, and all else is UTF-8 and stands for itself.
+    A key may be any bytes. All commands read and print keys in one form: \xHH is a byte that is no visible text, \\ is
+    a backslash, and all else is UTF-8 and stands for itself.
     """
     given = {f"ASYNCDIST_{name.upper()}": text for name, text in tls_options.items() if text}
     context.obj = Target(where, namespace or os.environ.get("ASYNCDIST_JOB_ID", ""), token_file, given, timeout)
@@ -164,7 +167,7 @@ def get_command(target: Target, key: str) -> None:
 @click.argument("value")
 @click.pass_obj
 def set_command(target: Target, key: str, value: str) -> None:
-    """Store VALUE under KEY; a VALUE of - is read from standard input."""
+    """Store VALUE under KEY. A VALUE of - is read from standard input."""
     data = sys.stdin.buffer.read() if value == "-" else value.encode(errors="surrogateescape")
     target.run(lambda store: store.set(key, data))
 
@@ -253,11 +256,11 @@ def status_command(target: Target, as_json: bool) -> None:
 
 
 @store_group.command("waits")
-@click.option("--all-namespaces", is_flag=True, help="Those of all jobs, not only of the namespace.")
+@click.option("--all-namespaces", is_flag=True, help="Show clients of all jobs, not only of the namespace.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_obj
 def waits_command(target: Target, all_namespaces: bool, as_json: bool) -> None:
-    """Print who waits for which keys since when, longest first. The first question in every hang."""
+    """Print which clients wait for which keys since when, longest first. Ask this first when a job hangs."""
     found = target.run(lambda store: store.waits(all_namespaces=all_namespaces), StoreObserver)
     waits = [dataclasses.replace(wait, keys=tuple(map(_key_text, wait.keys))) for wait in found]
     if as_json:

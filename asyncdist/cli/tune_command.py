@@ -50,7 +50,7 @@ LINK_SECONDS: Final = 5.0
     "transports",
     type=click.Choice(TRANSPORTS),
     multiple=True,
-    help="What to measure, several times for several; else ASYNCDIST_TRANSPORT, else auto and tcp.",
+    help="Transport to measure; may be given several times; else ASYNCDIST_TRANSPORT, else auto and tcp.",
 )
 @click.option(
     "--seconds",
@@ -61,12 +61,16 @@ LINK_SECONDS: Final = 5.0
 @click.option(
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="The file; else this host's in the cache directory.",
+    help="File to write; else the file of this host in the cache directory.",
 )
-@click.option("--show", is_flag=True, help="Show what the file says, and measure nothing.")
-@click.option("--check", is_flag=True, help="Try all algorithms, say if the fastest are chosen, and change nothing.")
+@click.option("--show", is_flag=True, help="Show what the file says; measure nothing.")
 @click.option(
-    "--links", is_flag=True, help="Measure between hosts instead; to be run by the ranks of a world on several."
+    "--check", is_flag=True, help="Try all algorithms and say whether the fastest are chosen; change nothing."
+)
+@click.option(
+    "--links",
+    is_flag=True,
+    help="Measure the link between hosts instead; run it as the ranks of a world on several hosts.",
 )
 @click.option("--candidates", is_flag=True, help="With --check: a line for every algorithm.")
 def tune_command(
