@@ -260,7 +260,7 @@ def status_command(target: Target, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_obj
 def waits_command(target: Target, all_namespaces: bool, as_json: bool) -> None:
-    """Print which clients wait for which keys since when, longest first. Ask this first when a job hangs."""
+    """Print who waits for which keys, and how long; longest first. Ask this first when a job hangs."""
     found = target.run(lambda store: store.waits(all_namespaces=all_namespaces), StoreObserver)
     waits = [dataclasses.replace(wait, keys=tuple(map(_key_text, wait.keys))) for wait in found]
     if as_json:

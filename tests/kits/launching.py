@@ -45,12 +45,30 @@ def clean_environment(**changes: str) -> dict[str, str]:
     return environment | changes
 
 
-def launcher(*arguments: str, **changes: str) -> subprocess.Popen[bytes]:
-    """Start `asyncdist run` with stdout and stderr piped; forked, as to import it takes longer than most jobs here."""
+WITH_LIMITS = """
+import importlib, sys
+from asyncdist.cli import main
+
+for limit in sys.argv.pop(1).split():
+    name, _, value = limit.partition("=")
+    module, _, constant = name.partition(":")
+    module = importlib.import_module(module)
+    assert hasattr(module, constant), limit
+    setattr(module, constant, float(value))
+main(prog_name="asyncdist")
+"""
+
+
+def launcher(*arguments: str, limits: str = "", **changes: str) -> subprocess.Popen[bytes]:
+    """Start `asyncdist run` with stdout and stderr piped; forked, as to import it takes longer than most jobs here.
+
+    `limits`, as in "asyncdist.some.module:SOME_S=0.5", replaces constants that a test would have to wait for.
+    """
+    program = ["-c", WITH_LIMITS, limits] if limits else ["-m", "asyncdist"]
     # A test run in a shell's background has SIGINT ignored, and would hand that down; what is forked does not.
     heeding: dict[str, Any] = {} if sys.platform == "linux" else {"preexec_fn": _heed_interrupts}
     return forked.Popen(
-        [sys.executable, "-m", "asyncdist", "run", *arguments],
+        [sys.executable, *program, "run", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=clean_environment(**changes),
@@ -63,9 +81,9 @@ def _heed_interrupts() -> None:
 
 
 @contextmanager
-def running(*arguments: str, **changes: str) -> Iterator[subprocess.Popen[bytes]]:
+def running(*arguments: str, limits: str = "", **changes: str) -> Iterator[subprocess.Popen[bytes]]:
     """A launcher that is killed if the test leaves it running."""
-    with launcher(*arguments, **changes) as process:
+    with launcher(*arguments, limits=limits, **changes) as process:
         try:
             yield process
         finally:

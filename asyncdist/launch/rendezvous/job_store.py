@@ -310,11 +310,11 @@ async def with_run_token(place: StorePlace, store: Store, config: LaunchConfig) 
 class Outage:
     """Whether the store answers. `limit_s` is how long it may be away, `say` tells people."""
 
-    def __init__(self, where: object, limit_s: float, say: Callable[[str], None], look_s: float = LOOK_S) -> None:
+    def __init__(self, where: object, limit_s: float, say: Callable[[str], None], look_s: float | None = None) -> None:
         self._where = where
         self._limit_s = limit_s
         self._say = say
-        self._look_s = look_s
+        self._look_s = LOOK_S if look_s is None else look_s
         self._since_s: float | None = None
         self._told = False
         self.restarts = 0

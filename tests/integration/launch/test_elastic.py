@@ -102,9 +102,9 @@ class Nodes:
         self._changes = changes
         self.times = TIMES
 
-    def start(self, *options: str, nnodes: str = "1:3") -> Launcher:
+    def start(self, *options: str, nnodes: str = "1:3", limits: str = "") -> Launcher:
         arguments = [f"--nnodes={nnodes}", "--rdzv-id=job", "--grace=0.2", self.times, *options, *self._command]
-        return self._stack.enter_context(running(*arguments, **self._changes))
+        return self._stack.enter_context(running(*arguments, limits=limits, **self._changes))
 
 
 @contextlib.contextmanager
@@ -256,7 +256,7 @@ def test_the_launcher_that_hosts_the_store_ends_the_job_and_it_says_why(tmp_path
         place = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
         host = nodes.start(place)
         number, _ = world_of(tmp_path, host)
-        guest = nodes.start(place)
+        guest = nodes.start(place, limits="asyncdist.launch.rendezvous.rounds:_REACH_TIMEOUT_S=1")
         _, workers = world_of(tmp_path, host, guest, after=number)
         host.send_signal(signum)
         returncode, stderr = outcome(guest)

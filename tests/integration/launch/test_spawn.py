@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -19,6 +20,9 @@ import asyncdist as dist
 from asyncdist.errors import LaunchError, PeerLostError
 from asyncdist.launch.spawn import MAX_TRACEBACK_BYTES, spawn
 
+FORKED = "forkserver"
+"""How children start where their start is not the subject: an interpreter takes longer to start than they run."""
+
 pytestmark = pytest.mark.usefixtures("no_job_in_the_environment")
 
 
@@ -26,6 +30,7 @@ pytestmark = pytest.mark.usefixtures("no_job_in_the_environment")
 def no_job_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ASYNCDIST_STORE", "ASYNCDIST_TOKEN", "ASYNCDIST_TOKEN_FILE", "OMP_NUM_THREADS", "RANK"):
         monkeypatch.delenv(name, raising=False)
+    multiprocessing.set_forkserver_preload(["asyncdist.launch.spawn", "numpy"])
 
 
 def show(local_rank: int, folder: str) -> None:
@@ -119,7 +124,7 @@ def test_other_start_methods(tmp_path: Path, start_method: str) -> None:
 
 
 def test_the_first_failure_is_raised_with_the_childs_traceback() -> None:
-    context = spawn(fail, (1,), nprocs=2, join=False)
+    context = spawn(fail, (1,), nprocs=2, join=False, start_method=FORKED)
     with pytest.raises(LaunchError, match="at the end") as caught:
         context.join(grace_period=0)
     assert caught.value.rank == 1
@@ -130,20 +135,20 @@ def test_the_first_failure_is_raised_with_the_childs_traceback() -> None:
 
 def test_the_cause_is_raised_and_not_what_it_brought_down(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="the cause") as caught:
-        spawn(blame, (str(tmp_path),), nprocs=2)
+        spawn(blame, (str(tmp_path),), nprocs=2, start_method=FORKED)
     assert caught.value.rank == 1
 
 
 @pytest.mark.parametrize(("code", "exitcode", "message"), [(5, 5, "exit code 5"), (-9, 137, "killed by SIGKILL")])
 def test_children_that_leave_without_a_word(code: int, exitcode: int, message: str) -> None:
     with pytest.raises(LaunchError, match=message) as caught:
-        spawn(leave, (code,))
+        spawn(leave, (code,), start_method=FORKED)
     assert (caught.value.rank, caught.value.exitcode) == (0, exitcode)
 
 
 @pytest.mark.slow("spawns interpreters")
 def test_join_in_pieces_and_terminate(tmp_path: Path) -> None:
-    context = spawn(stay, (str(tmp_path),), nprocs=2, join=False, daemon=True)
+    context = spawn(stay, (str(tmp_path),), nprocs=2, join=False, daemon=True, start_method=FORKED)
     assert sorted(pids_in(tmp_path, 2)) == sorted(context.pids())
     assert context.join(timeout=0) is False
     context.terminate()
@@ -154,7 +159,7 @@ def test_join_in_pieces_and_terminate(tmp_path: Path) -> None:
 
 
 def test_a_failure_is_raised_whenever_it_is_asked_for() -> None:
-    context = spawn(fail_in_a_coroutine, join=False)
+    context = spawn(fail_in_a_coroutine, join=False, start_method=FORKED)
     for _ in range(2):
         with pytest.raises(LaunchError, match="in a coroutine") as caught:
             context.join()
@@ -162,7 +167,7 @@ def test_a_failure_is_raised_whenever_it_is_asked_for() -> None:
 
 
 def test_join_returns_true_when_all_ended_well() -> None:
-    with spawn(nothing, nprocs=1, join=False) as context:
+    with spawn(nothing, nprocs=1, join=False, start_method=FORKED) as context:
         assert context.join() is True
         assert context.join() is True
 

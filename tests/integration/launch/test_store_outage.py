@@ -56,6 +56,9 @@ OUTAGE_S = float(os.environ.get("OUTAGE_S", "3"))
 KINDS = {"fixed": "--nnodes=2", "elastic": "--nnodes=2:3"}
 KEEP_ALIVE_S = 1.0
 TIMES = f"--rdzv-conf=last_call_timeout=0.2,keep_alive_interval={KEEP_ALIVE_S},keep_alive_max_attempt=1"
+OFTEN = "asyncdist.launch.rendezvous.job_store:LOOK_S=0.5"
+"""How often launchers look at their store, and for how long: each waits for that twice before it ends."""
+
 END_S = 30.0
 """Launchers without a store end within this; the machine may be busy."""
 
@@ -72,14 +75,14 @@ class Job:
         self.port = free_port()
         self.launchers: list[Launcher] = []
 
-    def start(self, kind: str, *options: str, ranks: bool = False, nnodes: str = "") -> None:
+    def start(self, kind: str, *options: str, ranks: bool = False, nnodes: str = "", limits: str = "") -> None:
         """Start both launchers; with `ranks` each has its node rank."""
         times = [TIMES] if kind == "elastic" else []
         common = [f"--nnodes={nnodes}" if nnodes else KINDS[kind], *times, "--rdzv-id=job", "--grace=0.2", *options]
         for node in range(2):
             own = [f"--node-rank={node}"] if ranks else []
             arguments = [*common, *own, self.script, str(self.folder)]
-            process = running(*arguments, ASYNCDIST_STORE=f"127.0.0.1:{self.port}")
+            process = running(*arguments, limits=f"{OFTEN} {limits}", ASYNCDIST_STORE=f"127.0.0.1:{self.port}")
             self.launchers.append(self._stack.enter_context(process))
         pids_in(self.folder, 2)
         self.until_steps(3)
@@ -167,7 +170,7 @@ def test_a_worker_that_fails_without_a_store_ends_the_job_everywhere(job: Job, k
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_fixed_job_whose_launcher_is_killed_without_a_store_ends_and_names_it(job: Job, killed: int) -> None:
     with daemon(job.port) as store:
-        job.start("fixed", ranks=True)
+        job.start("fixed", ranks=True, limits="asyncdist.launch.rendezvous.nodes:PRESENCE_GRACE_S=1")
         store.kill()
         store.wait()
         job.launchers[killed].kill()

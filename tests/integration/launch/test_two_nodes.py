@@ -47,9 +47,9 @@ def port() -> int:
 
 
 @contextlib.contextmanager
-def nodes(*arguments: list[str], **changes: str) -> Iterator[list[subprocess.Popen[bytes]]]:
+def nodes(*arguments: list[str], limits: str = "", **changes: str) -> Iterator[list[subprocess.Popen[bytes]]]:
     with ExitStack() as stack:
-        yield [stack.enter_context(running(*each, **changes)) for each in arguments]
+        yield [stack.enter_context(running(*each, limits=limits, **changes)) for each in arguments]
 
 
 def outcome(process: subprocess.Popen[bytes]) -> tuple[int, str, str]:
@@ -187,7 +187,7 @@ def test_a_launcher_that_is_killed_ends_the_job_long_before_its_silence_would(tm
     script = write_script(tmp_path, READY + "    ready()\n    wait_for_signals()\n")
     common = ["--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{port}", "--grace=0.2"]
     both = [[*common, f"--node-rank={node}", script, str(tmp_path)] for node in range(2)]
-    with nodes(*both) as launched:
+    with nodes(*both, limits="asyncdist.launch.rendezvous.nodes:PRESENCE_GRACE_S=1") as launched:
         pids = pids_in(tmp_path, 2)
         launched[1].kill()
         begun_s = time.monotonic()
