@@ -28,7 +28,7 @@ from asyncdist_server.wire.key_text import escaped, unescaped
 __all__ = ["store_group"]
 
 DEFAULT_TIMEOUT_S: Final = 10.0
-"""Somebody sits at the keyboard."""
+"""A user waits at the keyboard."""
 
 SHOWN_VALUE_BYTES: Final = 60
 """What a line of `watch` shows of a value."""

@@ -35,7 +35,7 @@ from asyncdist.world.tuning_file import built_in_constants, default_path, read_f
 __all__ = ["tune_command"]
 
 DEFAULT_SECONDS: Final = 16.0
-"""For all transports together: with the start of the processes about thirty seconds, which somebody may wait for."""
+"""For all transports together: with the start of the processes about thirty seconds, for which a user may wait."""
 
 CHECK_SECONDS: Final = 60.0
 """For each transport: less would say more of the moment than of the algorithms."""

@@ -35,10 +35,10 @@ _OUTPUT_CLOSE_TIMEOUT_S: Final = 2.0
 
 
 _SHOWN_RANKS: Final = 8
-"""More are counted: a line that nobody reads to its end says less."""
+"""More ranks than this are counted, and not named: a long line is not read to its end."""
 
 _PROMPT_S: Final = 1.0
-"""Workers that obey a signal have ended within this; people are told of the others."""
+"""Workers that obey a signal have ended within this; the launcher tells of the others."""
 
 
 async def run(config: LaunchConfig, *, stdout_fd: int = 1, stderr_fd: int = 2) -> int:
@@ -94,7 +94,7 @@ class NodeAgent:
         self._reported: Failure | None = None
         self._own: AttemptResult | None = None
         self._killer: OrphanKiller | None = None  # while this node takes part
-        self._words: set[asyncio.Task[None]] = set()  # what others are being told
+        self._words: set[asyncio.Task[None]] = set()  # that are on their way to other nodes
         self._prepare()
 
     def _prepare(self) -> None:
@@ -230,7 +230,7 @@ class NodeAgent:
         return 0 if result.all_succeeded else 1
 
     def _report(self) -> None:
-        """Say who failed first, and repeat its last lines if it is ours."""
+        """Say which rank failed first, and repeat its last lines if the rank is one of this node."""
         failure = self._reported
         if failure is None:
             return
@@ -262,7 +262,7 @@ class NodeAgent:
             self._main.cancel()
 
     def _say_who_is_awaited(self) -> None:
-        """After a signal that ends the job: whom the launcher waits for, and what can be done about it."""
+        """After a signal that ends the job: say which workers the launcher waits for, and how to kill them."""
         if self._attempt is not None and self._attempt.stage is Stage.INTERRUPTED:
             ranks = self._attempt.running_ranks
             left_s = self._config.shutdown_timeout_s - _PROMPT_S

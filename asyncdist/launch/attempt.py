@@ -36,7 +36,7 @@ _NEXT: Final = {
 class AttemptResult:
     """How an attempt went on this node.
 
-    `failure` is the worker that failed first, none of whose fellows told it to end, and `tail` its last lines.
+    `failure` is the worker that failed first, and not because another worker had failed. `tail` are its last lines.
     """
 
     failure: Exit | None

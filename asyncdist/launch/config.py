@@ -82,10 +82,10 @@ class Endpoint:
 class LaunchConfig:
     """One node's part of a job.
 
-    `command` is a worker's argument vector. `store` is a daemon that already runs (ASYNCDIST_STORE): then nobody hosts.
-    `endpoint` is where the nodes meet, and where the first of them hosts the store. Neither: this node is alone and
-    hosts on an ephemeral loopback port. `tls` holds for every store but one on loopback that is hosted here. `logs`
-    says where the workers' output goes, `ending_signals` which signals to the launcher end the job. With
+    `command` is a worker's argument vector. `store` is a daemon that already runs (ASYNCDIST_STORE): then no launcher
+    hosts one. `endpoint` is where the nodes meet, and where the first of them hosts the store. Neither: this node is
+    alone and hosts on an ephemeral loopback port. `tls` holds for every store but one on loopback that is hosted here.
+    `logs` says where the workers' output goes, `ending_signals` which signals to the launcher end the job. With
     `virtual_local_rank` each worker sees one GPU and is local rank 0. `interface` is the network interface the workers
     use. A daemon may be away for `store_outage_s` while all nodes are well. All times are seconds.
 

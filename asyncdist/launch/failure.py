@@ -85,7 +85,7 @@ class Conclusion:
 
 
 def conclude(ends: Mapping[int, End], gone: Collection[int], restarts: int, max_restarts: int) -> Conclusion:
-    """Draw the conclusion of a round from its nodes' `ends` and from who is `gone` without one.
+    """Draw the conclusion of a round from the `ends` of its nodes and from the nodes that are `gone` without one.
 
     A node that is lost takes the workers of others with it, whatever their last words are: nothing that fails in such a
     round counts as a failure of the script's. Without a loss, a failure that has a cause of its own comes before those

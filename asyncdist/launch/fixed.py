@@ -31,7 +31,7 @@ _END_MARGIN_S: Final = 10.0
 
 
 class FixedAgent(NodeAgent):
-    """State of one launcher of a job whose nodes are all there, or none."""
+    """State of one launcher of a job that needs all of its nodes."""
 
     def _prepare(self) -> None:
         self._outage: Outage | None = None
@@ -58,7 +58,7 @@ class FixedAgent(NodeAgent):
     async def _join(self, place: StorePlace, stack: AsyncExitStack) -> tuple[Nodes | None, Roster, StorePlace]:
         config = self._config
         if config.nnodes == 1 and (place.hosted is not None or config.job_id is None):
-            # Nobody to meet, and a name that the store has not seen before.
+            # No other node to meet, and a name that the store has not seen before.
             return None, Roster(0, (config.nproc_per_node,), config.job_id or os.urandom(4).hex()), place
         store: Store = await open_store(place, config.join_timeout_s)
         host = None

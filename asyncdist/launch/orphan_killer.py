@@ -72,7 +72,7 @@ class OrphanKiller:
         try:  # noqa: SIM105
             self._process.stdin.write(line.encode())
         except OSError:
-            pass  # somebody killed it: a protection lost, but no reason to end the job
+            pass  # this process was killed: a protection is lost, but that is no reason to end the job
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ PASSING: Final = (signal.SIGUSR1, signal.SIGUSR2)
 """Signals that mean something to the workers only (checkpoint now, preemption is near), unless they end the job."""
 
 _NOT_TO_HANDLE: Final = frozenset({"SIGKILL", "SIGSTOP", "SIGCHLD", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"})
-"""Those the kernel lets nobody handle, those a process brings on itself, and the one that says a child has ended."""
+"""Those that the kernel lets no process handle, those that a process causes itself, and that of a child's end."""
 
 
 def parse_signals(text: str) -> tuple[signal.Signals, ...]:

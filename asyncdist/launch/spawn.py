@@ -35,7 +35,7 @@ from asyncdist_server.wire.auth import load_token
 __all__ = ["SpawnContext", "spawn"]
 
 MAX_TRACEBACK_BYTES: Final = 32 * 1024
-"""Of a child's traceback, from its end: it must fit into a pipe that nobody reads before the child has ended."""
+"""Of a child's traceback, from its end: it must fit into a pipe that is not read before the child has ended."""
 
 _KILL_WAIT_S: Final = 5.0
 

@@ -60,7 +60,7 @@ class Exit:
 
 
 class Worker:
-    """A running worker. Whoever made it must `await reap()`; `on_exit` is called once when the process has ended.
+    """A running worker. Its maker must `await reap()`; `on_exit` is called once when the process has ended.
 
     The process is started with vfork and exec only (no Python code runs between), so that the launcher may have
     threads. It is left a zombie until `reap`: as long as it is one, its number, which is also its process group's,
@@ -113,9 +113,9 @@ class Worker:
             self._kill_group(signum)
 
     def pass_on(self, signum: int) -> bool:
-        """Send a signal to those processes of the group that handle it, which others would die of; False if none does.
+        """Send a signal to the processes of the group that have a handler for it; the others would die of it.
 
-        Where the kernel does not say who handles what, the whole group gets it.
+        Return whether there are any. Where the kernel does not say which process handles what, all processes get it.
         """
         if self.exit is not None:
             return False

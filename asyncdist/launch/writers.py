@@ -1,7 +1,7 @@
 """What writes the output of workers: a thread, so that a slow disk or a stopped terminal never blocks the event loop.
 
-The launcher's own stdout may be a terminal that was stopped or a pipe nobody reads, and there is no portable
-non-blocking write to it (O_NONBLOCK would change the descriptor for everyone who shares it).
+The launcher's own stdout may be a terminal that was stopped or a pipe that is not read, and there is no portable
+non-blocking write to it (O_NONBLOCK would change the descriptor for every process that shares it).
 
 A file that cannot be written to (a full disk, a quota, a share that has gone) must not hurt the job: what does not fit
 is dropped, the first error is told once, and once there is room again a line in the file says how much is missing.
@@ -147,7 +147,7 @@ class LogFile:
     def __init__(self, path: Path, thread: WriterThread | None, on_error: OnError) -> None:
         self.path = path
         self.thread = thread
-        # For appending, so that whoever cuts the file short while it is written (logrotate) gets no hole in it.
+        # For appending, so that a file that is cut short while it is written (logrotate) gets no hole.
         self.fd = os.open(path, _FLAGS, 0o666)
         self._on_error = on_error
         self._told = False
@@ -216,7 +216,7 @@ class FilteredLog:
 
     @property
     def thread(self) -> WriterThread | None:
-        """Who writes the file."""
+        """The thread that writes the file."""
         return self._file.thread
 
     def concerns(self, text: bytes) -> bool:

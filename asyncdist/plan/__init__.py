@@ -1,1 +1,1 @@
-"""Plans: what to send to whom, as pure values. Standard library only; no event loop, no arrays."""
+"""Plans: what each rank sends to which other, as pure values. Standard library only; no event loop, no arrays."""

@@ -1,7 +1,7 @@
 """Which collectives of one host go through the records of their lane, without items and without the steps of a plan.
 
-Every member that gives puts its whole payload out at once; who takes waits for those it takes from, and takes what it
-is to have in one go. That suits small collectives: nothing overlaps, and the loop does not turn meanwhile.
+Every member that gives puts its whole payload out at once. A member that takes waits for those it takes from, and takes
+all that it is to have at once. That suits small collectives: nothing overlaps, and the loop does not turn meanwhile.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ read where it lies, and of many long ones some can be taken while others are put
 
 
 def pieces_bytes(world: int, memory: LaneMemory) -> int:
-    """Bytes up to which what a rank gives goes that way where each rank decides that alone, so that nobody takes more
-    than TAKEN_BYTES.
+    """Return the most bytes that a rank gives that way where each rank decides alone, so that none takes more than
+    TAKEN_BYTES.
     """
     return min(PIECES_BYTES, TAKEN_BYTES // world, memory.nbytes // PAYLOAD_SHARE)
 

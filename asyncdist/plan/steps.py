@@ -3,12 +3,13 @@
 A plan is a directed acyclic graph of steps over slices of three buffers. It is a pure value: it knows neither arrays
 nor connections, so the same plan is executed (`executor.runner`), proven (`plan.proof`) and timed (`plan.simulation`).
 
-Steps are values too: nobody changes one that is in a plan. They are not frozen, since they would take three times as
+Steps are values too: one that is in a plan is not changed. They are not frozen, since they would take three times as
 long to make, and a plan may have a thousand.
 
 Offsets and counts are in elements, so that one plan serves every dtype. Peers are group ranks. A message is named by
 (source rank, destination rank, slot): both ends derive the slot from the algorithm alone, and no two messages between
-two ranks in one plan share it. Where all ranks share memory, data may also be published, and fetched by who needs it.
+two ranks in one plan share it. Where all ranks share memory, data may also be published, and fetched by the ranks that
+need it.
 """
 
 from __future__ import annotations
@@ -126,11 +127,11 @@ class Copy:
 class Publish:
     """Put `source` where all ranks can read it, as this rank's next item. Done when the slice may be overwritten.
 
-    Items are numbered from 0 in the order of the steps, and are put out in that order. Whoever puts items out may have
-    to wait until all ranks have read earlier ones: memory for them is bounded.
+    Items are numbered from 0 in the order of the steps, and are put out in that order. A rank that puts items out may
+    have to wait until all ranks have read earlier ones: memory for them is bounded.
 
-    `shielded`: no later step here overwrites the slice, or, by what the plans of all ranks wait for, whoever reads the
-    item has read it by then. So the others may read the slice itself instead of a copy.
+    `shielded`: no later step here overwrites the slice, or, by what the plans of all ranks wait for, a rank that reads
+    the item has read it by then. So the others may read the slice itself instead of a copy.
 
     `reader`: the only rank that fetches the item, if there is but one and the algorithm says so.
     """

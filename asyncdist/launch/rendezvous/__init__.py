@@ -1,1 +1,1 @@
-"""How the launchers of a job find its store, meet there, and notice who is gone."""
+"""How the launchers of a job find its store, meet there, and notice which of them are gone."""

@@ -1,7 +1,7 @@
 """The job's store: hosted by this launcher, or answering already; and how long it has been away.
 
 The rule is the address itself, never a comparison of host names: a launcher that may host tries to bind. Bound: it
-hosts. Taken: whoever is there must be an asyncdist store, and is used. Not an address of this machine: the store is
+hosts. Taken: what is there must be an asyncdist store, and is used. Not an address of this machine: the store is
 elsewhere, and is waited for.
 
 A job goes on without its store, until the store must be asked or a limit has passed (`Outage`).
@@ -55,14 +55,14 @@ _RETRY_S: Final = 0.2
 """Between two looks for a store whose launcher has not started yet."""
 
 _SILENT_S: Final = 3.0
-"""Launchers of one job start within a second or two; who waits longer for the store is told what for."""
+"""Launchers of one job start within a second or two. One that waits longer for the store says what for."""
 
 
 LOOK_S: Final = 2.0
 """Between two looks at the store, and how long one may take: clients stop connecting anew unless they are asked."""
 
 _TOLD_AFTER_S: Final = 5.0
-"""A daemon is started again within this. People are told of what takes longer."""
+"""A daemon is started again within this. The launcher tells of what takes longer."""
 
 
 @dataclass(frozen=True, slots=True)

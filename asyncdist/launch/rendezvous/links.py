@@ -1,4 +1,4 @@
-"""How the launchers of one job reach each other without the job's store, and notice who is gone.
+"""How the launchers of one job reach each other without the job's store, and notice which are gone.
 
 The launcher of node 0 hosts a small store of their own while they work together. Each of the others keeps a connection
 to it, proven by a key that node 0 draws and tells them in the job's store. Keys, under a `root`:
@@ -7,8 +7,8 @@ to it, proven by a key that node 0 draws and tells them in the job's store. Keys
     there/<node>/heard        bound to a lease that the launcher renews: it goes when that is silent for too long
     bye/<node>                this node needs the others no longer
 
-While the launchers of an elastic job meet, the job's store itself tells who was killed (`Presence`). A launcher that is
-stopped, or whose host is down, breaks no connection: its silence tells, much later. Keys, among those of the store's
+While the launchers of an elastic job meet, the job's store itself tells which was killed (`Presence`). A launcher that
+is stopped, or whose host is down, breaks no connection: its silence tells, much later. Keys, among those of the store's
 job: `here/<member>`, bound to the launcher's connection, set before it joins and gone only after it has left, so that a
 member without one was killed.
 """
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
     from asyncdist.store.lease import Lease
     from asyncdist_server import ThreadedServer
 
-__all__ = ["PRESENCE_GRACE_S", "LinkHost", "LinkPlace", "Links", "Presence", "beside", "open_link"]
+__all__ = ["PRESENCE_GRACE_S", "LinkHost", "LinkPlace", "Links", "Presence", "beside", "first_done", "open_link"]
 
 BYE_TIMEOUT_S: Final = 5.0
-"""How long node 0 waits for the others to go, and another for its last word to arrive."""
+"""How long node 0 waits for the goodbyes of the others, and another node for its own to arrive."""
 
 OPEN_TIMEOUT_S: Final = 20.0
 """The launchers have just met, so one that is not connected within this cannot reach that of node 0."""
 
 _GIVEN_UP_TIMEOUT_S: Final = 1.0
-"""A launcher that answers within this lives: then it is this one that was silent."""
+"""If the launcher of node 0 answers within this, it lives, and this launcher was the silent one."""
 
 
 PRESENCE_GRACE_S: Final = 1.0
@@ -173,7 +173,7 @@ class Links:
                             await on_gone(node, self._why(what))
                 async for event in watch:
                     number, what = event.key.removeprefix(self._there).split("/")
-                    if event.kind == "expire":  # who leaves in good order deletes them
+                    if event.kind == "expire":  # a launcher that leaves in good order deletes its keys
                         await on_gone(int(number), self._why(what))
         except DistError as error:
             self._unreachable = True
@@ -250,12 +250,24 @@ class Presence:
         return {key.removeprefix(start) for key in await self._view.list_keys(start)}
 
     async def _has_gone(self, name: str, on_killed: Callable[[str], None]) -> None:
-        if name == self.name:  # connected again, too late, and nobody was there to expel it
+        if name == self.name:  # connected again, too late, and no other was there to expel it
             await self.show()
             return
         on_killed(name)
         with contextlib.suppress(DistError):  # then its silence tells
             await self._store.expel(self.job, name)
+
+
+async def first_done(*awaitables: Awaitable[Any]) -> list[asyncio.Future[Any]]:
+    """Return the futures of all `awaitables` once one of them is done; those that are not are cancelled."""
+    futures: list[asyncio.Future[Any]] = [asyncio.ensure_future(each) for each in awaitables]
+    try:
+        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for future in futures:
+            future.cancel()
+        await asyncio.gather(*futures, return_exceptions=True)
+    return futures
 
 
 @asynccontextmanager

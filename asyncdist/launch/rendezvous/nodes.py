@@ -39,7 +39,7 @@ from asyncdist.concurrency.deadline import Deadline
 from asyncdist.errors import DistError, LaunchError, StoreTimeoutError
 from asyncdist.launch.config import DEFAULT_LOST_AFTER_S
 from asyncdist.launch.failure import Failure
-from asyncdist.launch.rendezvous.links import LinkHost, LinkPlace, Links, beside, open_link
+from asyncdist.launch.rendezvous.links import LinkHost, LinkPlace, Links, beside, first_done, open_link
 
 if TYPE_CHECKING:
     from asyncdist.store.base import Store
@@ -48,7 +48,7 @@ __all__ = ["ENDED_WELL", "Meeting", "Nodes", "Roster"]
 
 
 ROLL_CALL_S: Final = 5.0
-"""Launchers that wait answer at once; whoever is silent for this long was killed while it waited."""
+"""Launchers that wait answer at once; one that is silent for this long was killed while it waited."""
 
 _GIVE_UP_TIMEOUT_S: Final = 2.0
 """An interrupted launcher tries for this long to tell the others; they would notice at the next roll call."""
@@ -64,12 +64,12 @@ which cannot go on with fewer nodes, so this is more than what an elastic one al
 
 _FORGET_TIMEOUT_S: Final = 5.0
 _REPORT_TIMEOUT_S: Final = 5.0
-"""Last words are tried for this long; the others notice a silent launcher by themselves."""
+"""The last report is tried for this long; the others notice a silent launcher by themselves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """Who takes part: this node's rank, every node's number of workers, and the name of the run.
+    """The nodes that take part: this node's rank, every node's number of workers, and the name of the run.
 
     `hosts` are the nodes' names, `link` is where the launchers reach each other, if not in the job's store.
     """
@@ -126,7 +126,7 @@ class Meeting:
                     if entries is not None:
                         return _roster(mine, entries)
             except _ContradictionError as error:
-                # Whom we contradict may have been killed, or be of an earlier run. If not, we shall meet again.
+                # The other launcher may have been killed, or be of an earlier run. If not, both will meet again.
                 if await self._decide(str(error).encode()) != _TOGETHER:
                     if contradicted:
                         raise LaunchError(str(error)) from None
@@ -184,7 +184,7 @@ class Meeting:
         return [json.loads(each) for each in entries]
 
     async def _roll_call(self, mine: int, deadline: Deadline) -> bytes:
-        """See who of those that came is still there, and return the verdict."""
+        """See which of the launchers that came are still there, and return the verdict."""
         await self._store.set(f"{self.keys}present/{mine}", b"1")
         try:
             await self._of_all("present", ROLL_CALL_S)
@@ -200,18 +200,14 @@ class Meeting:
     async def _of_all(self, name: str, timeout_s: float | None) -> list[bytes] | None:
         """Every node's key of that name, or None if the verdict is there first. Raises StoreTimeoutError."""
         keys = [f"{self.keys}{name}/{node}" for node in range(self._nnodes)]
-        values = asyncio.ensure_future(self._store.multi_get(keys, timeout=timeout_s))
-        verdict = asyncio.ensure_future(self._store.get(self.keys + "verdict", timeout=None))
-        try:
-            await asyncio.wait((values, verdict), return_when=asyncio.FIRST_COMPLETED)
-            if not verdict.done():
-                return values.result()
-            verdict.result()
-            return None
-        finally:
-            values.cancel()
-            verdict.cancel()
-            await asyncio.gather(values, verdict, return_exceptions=True)
+        values, verdict = await first_done(
+            self._store.multi_get(keys, timeout=timeout_s), self._store.get(self.keys + "verdict", timeout=None)
+        )
+        if verdict.cancelled():
+            found: list[bytes] = values.result()
+            return found
+        verdict.result()
+        return None
 
     async def _decide(self, word: bytes) -> bytes:
         """Write the verdict, unless there is one; return it."""
@@ -246,7 +242,7 @@ def _nodes_in(error: StoreTimeoutError) -> list[int]:
 
 
 class Nodes:
-    """This launcher among the launchers of its job. Owns the clients of both stores.
+    """What this launcher and the others tell each other once they have met. Owns the clients of both stores.
 
     With a `host` node 0 hosts a store of the launchers' own, by which they go on when the job's is away.
     """
@@ -268,7 +264,7 @@ class Nodes:
         self._roster: Roster | None = None
         self._lost = False
         self._killed: set[int] = set()
-        self._news = asyncio.Event()  # somebody was killed
+        self._news = asyncio.Event()  # a launcher is gone
 
     async def join(self, node_rank: int | None, nproc: int, host: str, timeout_s: float) -> Roster:
         """Take a node rank and wait for the other nodes; see `Meeting.join`."""
@@ -356,23 +352,16 @@ class Nodes:
     async def end(self, attempt: int, outcome: bytes) -> None:
         """Say how this node's attempt ended and wait, without limit, for all nodes to say it (if they can be reached).
 
-        Nobody waits for a node that was killed, which is known inside `watching`.
+        A node that was killed, as is known inside `watching`, is not waited for.
         """
         assert self._roster is not None
         if not self._lost:
             await self.words.set(f"{self._root}{attempt}/end/{self._roster.node_rank}", outcome)
         while not self._lost:
             self._news.clear()
-            ends = asyncio.ensure_future(self.words.wait(self._of_living(f"{attempt}/end/"), None))
-            news = asyncio.create_task(self._news.wait())
-            try:
-                await asyncio.wait((ends, news), return_when=asyncio.FIRST_COMPLETED)
-                if ends.done():
-                    return ends.result()
-            finally:
-                ends.cancel()
-                news.cancel()
-                await asyncio.gather(ends, news, return_exceptions=True)
+            ends, _ = await first_done(self.words.wait(self._of_living(f"{attempt}/end/"), None), self._news.wait())
+            if not ends.cancelled():
+                return ends.result()  # type: ignore[no-any-return]
 
     def _of_living(self, start: str) -> list[str]:
         return [f"{self._root}{start}{node}" for node in range(self._nnodes) if node not in self._killed]

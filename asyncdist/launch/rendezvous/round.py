@@ -166,7 +166,7 @@ class Round:
             async with beside(links.watch(self._on_gone), self._watch_stop(), self._watch_outage()):
                 yield not self.gone
         except BaseException:
-            self._all_know = True  # cancelled, or no member any more: nobody waits for this node's words
+            self._all_know = True  # cancelled, or no member any more: no node waits for this one's words
             raise
         finally:
             if self._links is not None:
@@ -405,16 +405,16 @@ class Round:
                     await self._store.set(f"round/{self._member.epoch}/void", b"")
             except DistError as why:
                 return self._is_lost(LeaseLostError(f"{error}; {why}"))
-            self._is_member.set()  # who is there now is found, and followed
+            self._is_member.set()  # the nodes that are there now are found, and followed
 
     async def _watch_void(self) -> None:
-        with contextlib.suppress(DistError):  # whoever waits for the plan is told as well
+        with contextlib.suppress(DistError):  # the wait for the plan fails as well
             await self._store.get(self._keys + "void", timeout=None)
             self._void = True
             self._news.set()
 
     async def _watch_stop(self) -> None:
-        with contextlib.suppress(DistError):  # whoever watches the links is told as well
+        with contextlib.suppress(DistError):  # the watch of the links fails as well
             text = await self._words.get(self._root + "stop", timeout=None)
             self._on_stop(Stop(**json.loads(text)))
 

@@ -1,7 +1,7 @@
 """How the launchers of an elastic job meet, again and again, with those that are there.
 
-They are members of a job of the store's: whoever is silent for too long is out of it, node ranks are those of the
-store's epochs, so that survivors keep their order and come first. A run of a job id has a name of its own, which is
+They are members of a job of the store's: a launcher that is silent for too long is out of it, node ranks are those of
+the store's epochs, so that survivors keep their order and come first. A run of a job id has a name of its own, which is
 that of the store's job. Keys under `launch/<job id>/`, beside those of jobs with a fixed number of nodes:
 
     elastic           name of the run that goes on; empty when it is over
@@ -31,7 +31,7 @@ from asyncdist.errors import (
     WatchCompactedError,
 )
 from asyncdist.launch.rendezvous.job_store import Outage
-from asyncdist.launch.rendezvous.links import PRESENCE_GRACE_S, LinkHost, Presence, beside
+from asyncdist.launch.rendezvous.links import PRESENCE_GRACE_S, LinkHost, Presence, beside, first_done
 from asyncdist.launch.rendezvous.round import Round, shown
 from asyncdist.store.member import default_name
 from asyncdist.store.prefix_store import PrefixStore
@@ -222,28 +222,21 @@ class Rounds:
 
     async def _unless_over(self, view: Store, joining: Awaitable[Membership]) -> Membership:
         """Wait for a round, unless the run ends before it begins."""
-        joined = asyncio.ensure_future(joining)
-        over = asyncio.ensure_future(view.get("over", timeout=None))
-        try:
-            async with beside(self._tell_who_goes(view)):
-                await asyncio.wait((joined, over), return_when=asyncio.FIRST_COMPLETED)
-            if not over.done():
-                return joined.result()
-            outcome = Outcome(**json.loads(over.result()))
-            if joined.done() and joined.exception() is None:  # those who ended it have gone
-                await joined.result().leave()
-            raise JobOverError(outcome)
-        finally:
-            for each in (joined, over):
-                each.cancel()
-            await asyncio.gather(joined, over, return_exceptions=True)
+        async with beside(self._tell_who_goes(view)):
+            joined, over = await first_done(joining, view.get("over", timeout=None))
+        if over.cancelled():
+            member: Membership = joined.result()
+            return member
+        if not joined.cancelled() and joined.exception() is None:  # those who ended the run have gone
+            await joined.result().leave()
+        raise JobOverError(Outcome(**json.loads(over.result())))
 
     async def _tell_who_goes(self, view: Store) -> None:
-        """Follow what becomes of the others while this node waits for them, and give up at once who was killed."""
+        """Follow what becomes of the others while this node waits for them, and expel those that were killed."""
         assert self._presence is not None
         killed: set[str] = set()
         before = () if self._round is None else self._round.members
-        with contextlib.suppress(DistError):  # whoever waits for the round is told as well
+        with contextlib.suppress(DistError):  # the wait for the round fails as well
             async with view.watch("members/") as watch, beside(self._presence.watch(killed.add)):
                 async for event in watch:
                     name = event.key.removeprefix("members/")

@@ -11,7 +11,7 @@ One latency instead of log2(p), paid with p-1 messages at every rank. Best in sm
 Here a is a latency, o what a message costs a processor, b and g seconds per byte sent and reduced. Messages go out in
 rotated order, so that ranks do not all call on the same one first; a rank is ready for a window of them at a time.
 
-Whoever reduces folds in rank order: right for operations that do not commute, and all_reduce (all_gather and local
+A rank that reduces folds in rank order: right for operations that do not commute, and all_reduce (all_gather and local
 reduction) is bit-identical on all ranks.
 
 Source: the reference point of Thakur, Rabenseifner and Gropp, 2005 (see `recursive_doubling`).

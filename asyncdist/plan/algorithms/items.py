@@ -1,4 +1,4 @@
-"""Plans for items: things that are whole, whose sizes nobody but their owner knows beforehand.
+"""Plans for items: things that are whole, whose sizes only their owners know beforehand.
 
 The plan of a collective of one element per rank moves one thing per rank, whatever that is. Where it sends several in
 one message, as trees and Bruck's algorithm do, an item's plan sends as many messages: each then says how large its item

@@ -28,7 +28,7 @@ from typing import Final
 from asyncdist.plan.algorithms.algorithm import Algorithm
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.chunks import Chunks, blocks_of
-from asyncdist.plan.cost.load import Shape, SharedLoad, Toil, from_root, in_records, to_root
+from asyncdist.plan.cost.load import Shape, SharedLoad, SharedWork, from_root, in_records, to_root
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.records import NO_LANE, Takes, by_records, pieces_bytes
 from asyncdist.plan.steps import Buffer, Plan, Slice
@@ -222,7 +222,7 @@ def _broadcast_cost(shape: Shape) -> SharedLoad:
     if by_records(Takes.ONE, shape.world, shape.total, shape.memory):
         return from_root(shape, shape.total, shape.total)
     pieces = shape.pieces(shape.total)
-    root, other = Toil(pieces, shape.total, lent=shape.total), Toil(pieces, shape.total)
+    root, other = SharedWork(pieces, shape.total, lent=shape.total), SharedWork(pieces, shape.total)
     path, everyone = other.plus(root, 1 / pieces), root.plus(other, shape.world - 1)
     return SharedLoad(1, path, everyone, shape.total, lent_item=shape.total / pieces)
 
@@ -232,8 +232,8 @@ def _all_gather_cost(shape: Shape) -> SharedLoad:
     if by_records(Takes.ALL, shape.world, shape.block, shape.memory):
         return in_records(shape, shape.block, copied=shape.block * shape.world)
     block, pieces, blocks = shape.block, shape.pieces(shape.block), shape.full(shape.world)
-    work = Toil(pieces * blocks, block * (blocks + 1), lent=block, local=block)
-    return SharedLoad(1, work, Toil(0).plus(work, shape.world), block, lent_item=block / pieces)
+    work = SharedWork(pieces * blocks, block * (blocks + 1), lent=block, local=block)
+    return SharedLoad(1, work, SharedWork(0).plus(work, shape.world), block, lent_item=block / pieces)
 
 
 def _gather_cost(shape: Shape) -> SharedLoad:
@@ -241,8 +241,8 @@ def _gather_cost(shape: Shape) -> SharedLoad:
     if by_records(Takes.ALL, shape.world, shape.block, shape.memory):
         return to_root(shape, shape.block, copied=shape.block * shape.world)
     block, pieces = shape.block, shape.pieces(shape.block)
-    one = Toil(pieces, block, lent=block)
-    root = Toil(0, block, local=block).plus(Toil(pieces, block), shape.world - 1)
+    one = SharedWork(pieces, block, lent=block)
+    root = SharedWork(0, block, local=block).plus(SharedWork(pieces, block), shape.world - 1)
     path, everyone = root.plus(one, 1 / pieces), root.plus(one, shape.world - 1)
     return SharedLoad(1, path, everyone, block, lent_item=block / pieces)
 
@@ -252,8 +252,8 @@ def _scatter_cost(shape: Shape) -> SharedLoad:
     if by_records(Takes.ONE, shape.world, shape.total, shape.memory):
         return from_root(shape, shape.total, shape.block)
     block, pieces, others = shape.block, shape.pieces(shape.block), shape.world - 1
-    one = Toil(pieces, block)
-    root = Toil(0, block, local=block).plus(Toil(pieces, block, lent=block), others)
+    one = SharedWork(pieces, block)
+    root = SharedWork(0, block, local=block).plus(SharedWork(pieces, block, lent=block), others)
     return SharedLoad(1, root.plus(one, 1 / pieces), root.plus(one, others), block * others, lent_item=block / pieces)
 
 
@@ -262,8 +262,8 @@ def _all_to_all_cost(shape: Shape) -> SharedLoad:
     if by_records(Takes.ONE, shape.world, shape.total, shape.memory):
         return in_records(shape, shape.total, copied=shape.total)
     others, block, pieces = shape.world - 1, shape.block, shape.pieces(shape.block)
-    work = Toil(pieces * 2 * others, block * (2 * others + 1), lent=block * others, local=block)
-    return SharedLoad(1, work, Toil(0).plus(work, shape.world), block * others, lent_item=block / pieces)
+    work = SharedWork(pieces * 2 * others, block * (2 * others + 1), lent=block * others, local=block)
+    return SharedLoad(1, work, SharedWork(0).plus(work, shape.world), block * others, lent_item=block / pieces)
 
 
 def _barrier_cost(shape: Shape) -> SharedLoad:

@@ -33,7 +33,7 @@ from typing import Final
 from asyncdist.plan.algorithms.algorithm import Algorithm
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.chunks import Chunks, offsets, partition
-from asyncdist.plan.cost.load import Shape, SharedLoad, Toil, in_records, to_root
+from asyncdist.plan.cost.load import Shape, SharedLoad, SharedWork, in_records, to_root
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.records import Takes, by_records
 from asyncdist.plan.steps import Buffer, Plan, Slice
@@ -53,7 +53,8 @@ LOOKAHEAD: Final = 2
 """Chunks of input put out before the first result: while one is reduced here, the next is copied there."""
 
 SINGLE_COPY_LOOKAHEAD: Final = 16
-"""The same where what is put out is read where it lies, and takes no memory: nobody waits for who is a little late."""
+"""The same where what is put out is read where it lies, and takes no memory: no rank waits for one that is a little
+late."""
 
 RESULTS: Final = LOOKAHEAD + 1
 """Results of reduce that a rank holds: that of a chunk is put out after the input LOOKAHEAD chunks further on. With one
@@ -262,7 +263,7 @@ def _room(builder: PlanBuilder, pieces: Sequence[Slice], rank: int) -> tuple[Sli
 def _fold(builder: PlanBuilder, piece: Slice, item: int, rank: int, ranks: int, room: tuple[Slice, ...]) -> None:
     """Fold item `item` of the first `ranks` ranks into `piece`, which holds our own.
 
-    Our own is not read as an item: it is the others who say until when an item stays where it is.
+    Our own is not read as an item: the others decide until when an item stays where it is.
     """
     if rank == 1:
         builder.fetch_reduce(0, item, 0, piece, item_left=True)
@@ -315,9 +316,9 @@ def _all_reduce_direct_cost(shape: Shape) -> SharedLoad:
     world, total, pieces = shape.world, shape.total, shape.pieces(shape.total)
     if by_records(Takes.ALL, world, total, shape.memory):
         return in_records(shape, total, worked=total * (world - 1))
-    first = Toil(pieces * world, total, total * (world - 1))
-    later = first.plus(Toil(0, total))
-    everyone = Toil(0).plus(first, min(2, world)).plus(later, max(0, world - 2))
+    first = SharedWork(pieces * world, total, total * (world - 1))
+    later = first.plus(SharedWork(0, total))
+    everyone = SharedWork(0).plus(first, min(2, world)).plus(later, max(0, world - 2))
     scratch = 2 * total / pieces if world > 2 else 0.0
     return SharedLoad(1, later if world > 2 else first, everyone, total, scratch)
 
@@ -327,8 +328,8 @@ def _reduce_direct_cost(shape: Shape) -> SharedLoad:
     if by_records(Takes.ALL, shape.world, shape.total, shape.memory):
         return to_root(shape, shape.total, worked=shape.total * (shape.world - 1))
     world, total, pieces = shape.world, shape.total, shape.pieces(shape.total)
-    root = Toil(pieces * (world - 1), total, total * (world - 1), local=total)
-    other = Toil(pieces, total, lent=total)
+    root = SharedWork(pieces * (world - 1), total, total * (world - 1), local=total)
+    other = SharedWork(pieces, total, lent=total)
     path, everyone = root.plus(other, 1 / pieces), root.plus(other, world - 1)
     return SharedLoad(1, path, everyone, total, lent_item=total / pieces)
 
@@ -336,9 +337,9 @@ def _reduce_direct_cost(shape: Shape) -> SharedLoad:
 def _scan_direct_cost(shape: Shape) -> SharedLoad:
     """Everyone publishes all, rank r folds r + 1 vectors; the last one has most to do."""
     world, total, pieces = shape.world, shape.total, shape.pieces(shape.total)
-    publish = Toil(pieces, total)
-    last = Toil(pieces * (world - 1), total * (world > 2), total * (world - 1))
-    folds = Toil(pieces * world * (world - 1) / 2, total * (world - 2), total * world * (world - 1) / 2)
+    publish = SharedWork(pieces, total)
+    last = SharedWork(pieces * (world - 1), total * (world > 2), total * (world - 1))
+    folds = SharedWork(pieces * world * (world - 1) / 2, total * (world - 2), total * world * (world - 1) / 2)
     scratch = 2 * total / pieces if world > 2 else 0.0
     return SharedLoad(1, last.plus(publish, 1 / pieces), folds.plus(publish, world - 1), total, scratch)
 
@@ -346,9 +347,9 @@ def _scan_direct_cost(shape: Shape) -> SharedLoad:
 def _exscan_direct_cost(shape: Shape) -> SharedLoad:
     """The same with an operand fewer, so that it needs no memory."""
     world, total, pieces = shape.world, shape.total, shape.pieces(shape.total)
-    publish = Toil(pieces, total)
-    last = Toil(pieces * (world - 1), total, total * (world - 2))
-    folds = Toil(pieces * world * (world - 1) / 2, total * (world - 1), total * (world - 1) * (world - 2) / 2)
+    publish = SharedWork(pieces, total)
+    last = SharedWork(pieces * (world - 1), total, total * (world - 2))
+    folds = SharedWork(pieces * world * (world - 1) / 2, total * (world - 1), total * (world - 1) * (world - 2) / 2)
     return SharedLoad(1, last.plus(publish, 1 / pieces), folds.plus(publish, world - 1), total)
 
 
@@ -356,19 +357,21 @@ def _all_reduce_cost(shape: Shape) -> SharedLoad:
     """Everyone publishes the others' slices, folds its own, publishes the result and copies the others'."""
     if by_records(Takes.ONE, shape.world, shape.total, shape.memory):
         share = shape.block * (shape.world - 1)
-        work = Toil(2, shape.total + shape.block + share, share, 2 * shape.world)
-        return SharedLoad(2, work, Toil(0).plus(work, shape.world), shape.total, by_records=True)
+        work = SharedWork(2, shape.total + shape.block + share, share, 2 * shape.world)
+        return SharedLoad(2, work, SharedWork(0).plus(work, shape.world), shape.total, by_records=True)
     others, block, pieces = shape.world - 1, shape.block, shape.pieces(shape.block)
-    work = Toil(pieces * (3 * others + 1), block * (2 * others + 1), block * others, lent=block * (others + 1))
-    everyone = Toil(0).plus(work, shape.world)
+    work = SharedWork(pieces * (3 * others + 1), block * (2 * others + 1), block * others, lent=block * (others + 1))
+    everyone = SharedWork(0).plus(work, shape.world)
     return SharedLoad(2, work, everyone, block * shape.world, lent_item=block / pieces)
 
 
 def _reduce_cost(shape: Shape) -> SharedLoad:
     """The same, but that only the root copies results."""
     others, block, pieces = shape.world - 1, shape.block, shape.pieces(shape.block)
-    root = Toil(pieces * 3 * others, block * (2 * others + 1), block * others, lent=block * others, local=block)
-    other = Toil(pieces * (2 * others + 1), block * (others + 2), block * others, lent=block * others, local=block)
+    root = SharedWork(pieces * 3 * others, block * (2 * others + 1), block * others, lent=block * others, local=block)
+    other = SharedWork(
+        pieces * (2 * others + 1), block * (others + 2), block * others, lent=block * others, local=block
+    )
     item = block / pieces
     return SharedLoad(2, root, root.plus(other, others), block * shape.world, 3 * item, lent_item=item)
 
@@ -379,8 +382,10 @@ def _reduce_scatter_cost(shape: Shape) -> SharedLoad:
         return in_records(shape, shape.total, worked=shape.block * (shape.world - 1))
     others, block, pieces = shape.world - 1, shape.block, shape.pieces(shape.block)
     given = shape.full(others)
-    work = Toil(pieces * (given + others), block * (given + 1), block * others, lent=block * given, local=block)
-    return SharedLoad(1, work, Toil(0).plus(work, shape.full(shape.world)), block * given, lent_item=block / pieces)
+    work = SharedWork(pieces * (given + others), block * (given + 1), block * others, lent=block * given, local=block)
+    return SharedLoad(
+        1, work, SharedWork(0).plus(work, shape.full(shape.world)), block * given, lent_item=block / pieces
+    )
 
 
 ALGORITHMS: Final = (

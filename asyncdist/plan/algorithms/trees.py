@@ -64,7 +64,7 @@ class Node(NamedTuple):
 
     @property
     def is_root(self) -> bool:
-        """Whether nobody is above."""
+        """Whether the node has no parent."""
         return self.parent == NO_PARENT
 
     @property
@@ -224,7 +224,7 @@ PAIR: Final = 2
 """Trees."""
 
 BETWEEN: Final = Way(1.0)
-"""Nobody but heads sends to other hosts, and what both of a host's send is counted as one's."""
+"""Only heads send to other hosts, and what both of a host's send is counted as one's."""
 
 
 def one_way_cost(shape: Shape, *, trees: int, reduces: bool) -> Load:

@@ -28,7 +28,7 @@ __all__ = [
     "Round",
     "Shape",
     "SharedLoad",
-    "Toil",
+    "SharedWork",
     "Way",
     "Work",
     "alike",
@@ -263,7 +263,7 @@ RETURNED_S: Final = 40e-6
 and all ranks end when the last one does."""
 
 
-class Toil(NamedTuple):
+class SharedWork(NamedTuple):
     """What ranks do; bytes as floats, since shares need not be whole."""
 
     steps: float
@@ -279,9 +279,9 @@ class Toil(NamedTuple):
     local: float = 0.0
     """Of the bytes copied, those within the arrays of the rank."""
 
-    def plus(self, other: Toil, times: float = 1) -> Toil:
+    def plus(self, other: SharedWork, times: float = 1) -> SharedWork:
         """Return the sum of this and `times` times `other`."""
-        return Toil(
+        return SharedWork(
             self.steps + times * other.steps,
             self.copied + times * other.copied,
             self.worked + times * other.worked,
@@ -305,9 +305,9 @@ class SharedLoad(NamedTuple):
 
     rounds: int
     """Waits, one after another, for something that was published."""
-    path: Toil
+    path: SharedWork
     """Of the rank that is done last, with what it waits for at the start."""
-    everyone: Toil
+    everyone: SharedWork
     """Sums over all ranks."""
     published: float
     """Bytes, by the rank that publishes most."""
@@ -341,7 +341,7 @@ def shared_seconds(
     """
     waits_s = constants.begun_s(world) + load.rounds * constants.shared.wake_s * constants.crowding(world)
     waits_s += RETURNED_S if single_copy else 0.0
-    if load.by_records:  # who has to wait for others to fold may have to wait for those that share its core to look
+    if load.by_records:  # a rank that waits for others to fold may wait for those that share its core to look
         waits_s += (load.rounds - 1) * constants.begun_s(world) * min(1.0, constants.crowding(world) - 1)
     begin_s = 0.0 if load.by_records else constants.shared.begin_s
     path_s = waits_s + begin_s + load.path.seconds(constants, slowness, single_copy=single_copy)
@@ -353,17 +353,17 @@ def shared_seconds(
 
 def in_records(shape: Shape, payload: float, copied: float = 0.0, worked: float = 0.0) -> SharedLoad:
     """Everyone puts its payload out and copies and reduces what it is to have."""
-    work = Toil(1, payload + copied, worked, shape.world)
-    return SharedLoad(1, work, Toil(0).plus(work, shape.world), payload, by_records=True)
+    work = SharedWork(1, payload + copied, worked, shape.world)
+    return SharedLoad(1, work, SharedWork(0).plus(work, shape.world), payload, by_records=True)
 
 
 def from_root(shape: Shape, payload: float, copied: float) -> SharedLoad:
     """The root puts its payload out, then the others copy what they are to have."""
-    root, other = Toil(1, payload), Toil(1, copied, operands=1)
+    root, other = SharedWork(1, payload), SharedWork(1, copied, operands=1)
     return SharedLoad(1, root.plus(other), root.plus(other, shape.world - 1), payload, by_records=True)
 
 
 def to_root(shape: Shape, payload: float, copied: float = 0.0, worked: float = 0.0) -> SharedLoad:
     """Everyone puts its payload out, then the root copies or reduces all."""
-    other, root = Toil(1, payload), Toil(0, copied, worked, shape.world)
+    other, root = SharedWork(1, payload), SharedWork(0, copied, worked, shape.world)
     return SharedLoad(1, other.plus(root), root.plus(other, shape.world), payload, by_records=True)

@@ -20,7 +20,7 @@ FETCHES: Final = (Fetch, FetchReduce)  # a tuple: a union would be built anew at
 
 
 class Published:
-    """Items of all ranks' plans. Raises PlanError where one is fetched that nobody publishes, or the other way round.
+    """Items of all ranks' plans. Raises PlanError where one is fetched that no rank publishes, or the other way round.
 
     Steps are numbered through all plans; `bases` says where each plan's begin.
     """
@@ -58,8 +58,8 @@ class Published:
     def waits(self) -> Iterator[tuple[int, int]]:
         """Yield pairs of steps, the first of which waits for the second.
 
-        Fetches wait for their item. An item waits until those that lie longest have been fetched by all who do, so many
-        that there is memory for it: it is freed from the oldest one on.
+        Fetches wait for their item. An item waits until those that lie longest have been fetched by all ranks that do,
+        so many that there is memory for it: it is freed from the oldest one on.
         """
         for memory, items in zip(self._memory, self.fetched, strict=True):
             for item, (publish, fetches) in enumerate(items):

@@ -5,7 +5,7 @@
 1. Form: steps wait only for earlier steps, slices are within their buffers, INPUT is never written, not even where
    the own block's place in OUTPUT is INPUT itself.
 2. Matching: every message is sent once and received once, with one length. Every item that is fetched is published,
-   items in order, and every element of one is fetched by somebody.
+   items in order, and every element of one is fetched by some rank.
 3. Hazards: of two steps of a rank that touch the same elements, one of them writing, one waits for the other. So the
    result is the same in whatever order messages arrive.
 4. No deadlock, even if a send is done only when it has been received: no plan relies on buffering. Nor if there is

@@ -10,7 +10,7 @@ An algorithm takes as long as the longest of:
 
 Through shared memory there are no links, and waking up instead of messages (`cost.load.SharedLoad`).
 
-The event simulator knows more (who waits for whom); a formula costs microseconds, in worlds of any size.
+The event simulator knows more (which rank waits for which); a formula costs microseconds, in worlds of any size.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ CHUNK_MAX_BYTES: Final = 512 << 10
 """Several of these stay in a processor's second-level cache, between the rank that writes and those that read."""
 
 LENT_CHUNK_MAX_BYTES: Final = 2 << 20
-"""What is read where it lies is in nobody's cache, and each read costs what copying some kilobytes does."""
+"""What is read where it lies is in no cache, and each read costs what copying some kilobytes does."""
 
 ITEMS_MAX: Final = 4096
 """Items of a rank in one operation, whose chunks are longer where there would be more: each is a step in the plan, and
@@ -166,7 +166,7 @@ MAX_SHARED_RANKS: Final = 104
 """Largest world that is expected on one host."""
 
 _SLICED: Final = ("all_reduce", "reduce", "reduce_scatter", "all_to_all", "scatter")
-"""Collectives in which somebody publishes a chunk for everyone else, one after another."""
+"""Collectives in which a rank publishes a chunk for everyone else, one after another."""
 
 
 def largest_item_bytes(lane_bytes: int, outstanding_items: int) -> int:

@@ -52,8 +52,8 @@ SCRATCH_MAX_BYTES: Final = 32 << 20
 saves, and the caller has not asked for it."""
 
 IN_FLIGHT_BYTES: Final = 2 << 20
-"""Bytes that a rank is at least ready to receive from a rank of another host: 10 Gbit/s for 1.7 ms. Nobody need measure
-his network to have most of it, and links are now and then slower than they were."""
+"""Bytes that a rank is at least ready to receive from a rank of another host: 10 Gbit/s for 1.7 ms. A
+network need not be measured to have most of it, and links are now and then slower than they were."""
 
 IN_FLIGHT_MAX_BYTES: Final = 4 << 20
 """And at most: a rank with two children in each of two trees has four times as much temporary memory, and sockets

@@ -1,6 +1,6 @@
 """Tuning: what the choice of algorithms depends on besides the problem, the same on all ranks of a group.
 
-Rank 0's values are published at rendezvous and checked by everyone who reads them.
+Rank 0's values are published at rendezvous and checked by every rank that reads them.
 """
 
 from __future__ import annotations

@@ -10,10 +10,10 @@ Every step starts as soon as the steps it waits for are done, as the executor st
 - Publish: the thread, for the copying. Fetch: the thread, for copying or reducing, once the item is there; a rank that
   has nothing else to do then must be woken first. Memory for items is taken to be enough.
 
-Who asks first is served first; of those that ask at the same time, the lower rank. So that the same time is the same
-number however it came about, time is counted in whole femtoseconds here. A message occupies both ports at once, the
-later one by the latency, so alone it takes what `Constants` says. Messages that come before their receive has started
-wait without holding up others.
+A rank that asks first is served first; of those that ask at the same time, the lower rank. So that the same time is the
+same number however it came about, time is counted in whole femtoseconds here. A message occupies both ports at once,
+the later one by the latency, so alone it takes what `Constants` says. Messages that come before their receive has
+started wait without holding up others.
 
 This is LogGP with a thread and ports of its own: Alexandrov, Ionescu, Schauser and Scheiman, "LogGP: incorporating
 long messages into the LogP model", SPAA 1995.
@@ -75,7 +75,7 @@ class Hosts(NamedTuple):
 def feeds_of(plans: Sequence[Plan]) -> Feeds:
     """Match sends and receives, items and fetches, of the plans of ranks 0, 1, ... of a whole world.
 
-    Raises ValueError for a receive whose message nobody sends, KeyError for a send that nobody receives.
+    Raises ValueError for a receive whose message no rank sends, KeyError for a send that no rank receives.
     """
     receives: dict[tuple[int, int, int], int] = {}
     fetches: dict[tuple[int, int], list[int]] = {}
@@ -290,7 +290,7 @@ class _Simulation:
         start_fs += self._overhead_fs
         if self._ports[number] < self._first_card:
             self._depart(number, start_fs)
-        else:  # ranks share the card: who is first is not known yet
+        else:  # ranks share the card: which is first is not known yet
             heappush(self._events, (start_fs, number * PHASES + DEPARTURE))
 
     def _depart(self, number: int, time_fs: int) -> None:

@@ -38,7 +38,7 @@ RESULTS: Final = 1024
 """Results of small worlds that are kept: those of several large worlds are grown from the same ones."""
 
 SMALLEST_BASE: Final = 96
-"""Ranks of the world from which a larger one is grown, whatever its steps: in smaller ones nobody is in the middle."""
+"""Ranks of the world from which a larger one is grown, whatever its steps: in smaller ones no rank is in the middle."""
 
 LARGEST_BASE: Final = 1024
 """And at most: to plan for one rank takes time in proportion to the world."""
