@@ -120,7 +120,9 @@ class Meeting:
             self.keys = f"{self._root}{self._number}/"
             try:
                 mine = await self._take_seat(node_rank)
-                if mine is not None:
+                if mine is None:
+                    await self._until_decided(deadline)
+                else:
                     entry = {"nproc": nproc, "host": host} | (await self._for_all() if mine == 0 else {})
                     entries = await self._meet(mine, entry, deadline, timeout_s)
                     if entries is not None:
@@ -166,6 +168,16 @@ class Meeting:
                 f"two launchers of {job} claim node rank {mine}: give each a --node-rank of its own, or none"
             )
         return mine
+
+    async def _until_decided(self, deadline: Deadline) -> None:
+        """All seats are taken, at once or long ago. Wait for the verdict, and give it if a launcher has gone silent."""
+        remaining_s = deadline.remaining_s(_now())
+        assert remaining_s is not None
+        try:
+            await self._store.get(self.keys + "verdict", timeout=min(ROLL_CALL_S, remaining_s))
+        except StoreTimeoutError:
+            if remaining_s > ROLL_CALL_S:
+                await self._decide(b"a launcher took a seat and went silent")
 
     async def _meet(
         self, mine: int, entry: dict[str, Any], deadline: Deadline, timeout_s: float

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from asyncdist.errors import LaunchError
+from asyncdist.errors import LaunchError, StoreTimeoutError
 from asyncdist.launch.rendezvous import nodes as nodes_module
 from asyncdist.launch.rendezvous.nodes import Meeting, Nodes, Roster
 from asyncdist.store import HashStore
@@ -70,6 +70,37 @@ async def test_after_one_was_killed_while_it_waited(
     await store.add("launch/job/0/claim/0", 1)
     second = join(store, ranks[1])
     assert await run_ids(join(store, ranks[0]), second) != {"dead"}
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (None, None)])
+@pytest.mark.parametrize("claimed", [True, False])
+async def test_after_one_was_killed_as_it_took_its_seat(
+    ranks: tuple[int | None, int | None], claimed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes_module, "ROLL_CALL_S", 0.2)
+    store = HashStore()
+    await store.set("launch/job/0/nnodes", "2")
+    await store.add("launch/job/0/seats", 1)
+    if claimed:
+        await store.add("launch/job/0/claim/0", 1)
+    second = join(store, ranks[1])
+    await arrived(store, "0/node/1")
+    assert len(await run_ids(join(store, ranks[0]), second)) == 1
+
+
+async def test_one_too_many_does_not_part_those_who_meet() -> None:
+    store = HashStore()
+    pair = [join(store, None), join(store, None)]
+    assert await run_ids(*pair) == {"job"}
+    spare, hasty = join(store, None, timeout_s=60.0), join(store, None, timeout_s=60.0)
+    assert await run_ids(spare, hasty) == {"job-1"}
+    await store.set("launch/job/2/nnodes", "2")
+    await store.set("launch/job/meeting", "2")
+    await store.add("launch/job/2/seats", 2)  # taken by two that are about to meet
+    with pytest.raises(LaunchError, match="did not join"):
+        await join(store, None, timeout_s=0.01)
+    with pytest.raises(StoreTimeoutError):
+        await store.get("launch/job/2/verdict", timeout=0)
 
 
 async def test_another_number_of_nodes_is_another_run() -> None:
