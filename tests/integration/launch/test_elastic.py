@@ -6,7 +6,6 @@ import contextlib
 import json
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -332,12 +331,7 @@ def test_a_signal_while_waiting(tmp_path: Path) -> None:
 
 def test_what_the_options_say(tmp_path: Path) -> None:
     script = write_script(tmp_path, "pass")
-    done = subprocess.run(
-        [sys.executable, "-m", "asyncdist", "run", "--nnodes=1:2", "--rdzv-id=x", "--rdzv-conf=join_timeout", script],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
+    done = run("--nnodes=1:2", "--rdzv-id=x", "--rdzv-conf=join_timeout", script)
     assert done.returncode == 2
     assert "KEY=VALUE" in done.stderr
     done = run("--nnodes=1:2", "--rdzv-endpoint=127.0.0.1:1", "--node-rank=1", "--join-timeout=0.1", script)

@@ -146,7 +146,6 @@ def test_children_that_leave_without_a_word(code: int, exitcode: int, message: s
     assert (caught.value.rank, caught.value.exitcode) == (0, exitcode)
 
 
-@pytest.mark.slow("spawns interpreters")
 def test_join_in_pieces_and_terminate(tmp_path: Path) -> None:
     context = spawn(stay, (str(tmp_path),), nprocs=2, join=False, daemon=True, start_method=FORKED)
     assert sorted(pids_in(tmp_path, 2)) == sorted(context.pids())
