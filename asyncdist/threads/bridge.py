@@ -116,12 +116,17 @@ class Call:
         self.reply.set(work._result, work._error)
 
     def _task_ended(self, task: asyncio.Task[Any]) -> None:
-        self.task = None  # what it raised refers to who waits, and so to us
-        try:
-            result = task.result()
-            result = result if self._adopt is None else self._adopt(result)
-        except BaseException as error:
+        # What the coroutine raised is asked for and not raised here: its traceback would hold this frame, this frame
+        # holds the task, and the task holds what the coroutine raised.
+        self.task = None
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if error is not None:
             self.reply.set(None, error)
+            return
+        try:
+            result = task.result() if self._adopt is None else self._adopt(task.result())
+        except BaseException as problem:
+            self.reply.set(None, problem)
         else:
             self.reply.set(result)
 

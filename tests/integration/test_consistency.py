@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from jobs import Ended, run_ranks
 
@@ -56,6 +58,11 @@ def test_every_rank_is_told_what_both_sides_run(transport: str) -> None:
 
 @pytest.mark.parametrize("transport", ["auto", "unix"])
 def test_the_full_check_names_the_lines_of_what_no_message_shows(transport: str) -> None:
+    # Rank 1 differs from both others. The pair that is found first is named; shared memory names the algorithms, too.
+    one, other = (
+        r"rank [02] runs all_reduce float32\[0\] SUM( \(\w+\))? at <string>:",
+        r"rank 1 runs broadcast int64\[0\] root 1( \(\w+\))? at <string>:",
+    )
     for rank in run([(0, 0)], {"ASYNCDIST_CHECK": "full", "ASYNCDIST_TRANSPORT": transport}):
-        assert "rank 0 runs all_reduce float32[0] SUM at <string>:" in rank.stdout, rank
-        assert "rank 1 runs broadcast int64[0] root 1 at <string>:" in rank.stdout, rank
+        assert re.search(one, rank.stdout), rank
+        assert re.search(other, rank.stdout), rank

@@ -13,6 +13,7 @@ from punctual import assert_within, punctual
 from waiting import PATIENCE_S, eventually
 
 import asyncdist as dist
+from asyncdist.group.core import core_of
 from asyncdist.world import rendezvous
 
 NAMED_S = 1.0
@@ -72,7 +73,7 @@ async def test_a_store_that_is_stopped_in_order_is_no_loss(monkeypatch: pytest.M
         assert isinstance(await outcome(store.get("key")), dist.DistStoreError)
         await eventually(lambda: store._connector is None)
         await asyncio.gather(others[0].isend(np.ones(1), 2), others[1].recv(np.zeros(1), 1))  # who had not met
-        assert all(group.usable and not group.world.lost for group in others)
+        assert all(core_of(group).usable and not group.world.lost for group in others)
         error = await outcome(others[0].recv(np.zeros(1), 0))
         assert isinstance(error, dist.PeerLostError)
         assert error.rank == 0

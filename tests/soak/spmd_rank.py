@@ -27,7 +27,7 @@ from spmd_program import Program, Track, program
 from spmd_track import GIVEN_UP, ON_PURPOSE, Fault, TrackRun, WrongError
 
 import asyncdist as dist
-from asyncdist.group.core import core_of
+from asyncdist.group.core import GroupCore
 
 LONG_S = 120.0
 LEFT_BEHIND_S = 3.0
@@ -172,9 +172,11 @@ class Rank:
         begun_s = time.monotonic()
         failed = self.fault.struck.is_set() and (last or self.fault.kind == "kill")
         if failed:
-            for one in [core_of(group), *core_of(group).inner()]:
-                if self.fault.culprit in one.ranks:
-                    one.abort(GIVEN_UP)
+            core: Any = group._core
+            if isinstance(core, GroupCore):
+                self._give_up(core)
+            else:
+                core.bridge.call(self._give_up, core.inner_core)
         try:
             await group.close()
         except dist.DistError as error:
@@ -186,6 +188,12 @@ class Rank:
         if failed and took_s > CLOSED_S + self.late_s:
             raise WrongError(f"world {number} took {took_s:.1f} s to close")
         self.doing[f"world {number}"] = "is closed"
+
+    def _give_up(self, core: GroupCore) -> None:
+        """Abort a world's groups that have the culprit for a member."""
+        for one in [core, *core.inner()]:
+            if self.fault.culprit in one.ranks:
+                one.abort(GIVEN_UP)
 
     async def _leaves_nothing(self, files: dict[str, str], maps: int) -> None:
         deadline_s = time.monotonic() + LEFT_BEHIND_S

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
+from weakref import ref
 
 import numpy as np
 
@@ -76,7 +77,7 @@ class Inline:
     A record says how long the payload is, so readers see of each member whether it has put out items instead.
     """
 
-    __slots__ = ("_items", "_slots", "_turns", "_wide_bytes", "_wide_number", "most_bytes")
+    __slots__ = ("__weakref__", "_items", "_slots", "_turns", "_wide_bytes", "_wide_number", "most_bytes")
 
     def __init__(self, turns: Turns, items: Items) -> None:
         self._turns = turns
@@ -378,7 +379,8 @@ class InlineOperation:
 
     def waiting_for(self) -> tuple[int, ...]:
         """Group ranks that have not begun the operation, of those whose payload this rank takes."""
-        missing = self.queue.runner.not_begun(self.number)
+        runner = self.queue._runner()
+        missing = () if runner is None else runner.not_begun(self.number)
         needed = self.recipe.needed
         return missing if needed is None else tuple(rank for rank in missing if rank in needed)
 
@@ -386,19 +388,27 @@ class InlineOperation:
 class InlineQueue:
     """The inline operations of one lane that this rank has begun, in their order."""
 
-    __slots__ = ("_items", "_memory", "_payloads", "_turns", "queue", "runner")
+    __slots__ = ("_items", "_memory", "_payloads", "_runner", "_turns", "queue")
 
     def __init__(self, runner: LaneRunner, lane: Lane) -> None:
-        self.runner = runner
+        self._runner = ref(runner)  # which has this queue: no cycle keeps the lane's memory beyond it
         self._memory = lane.inline
         self._items = lane.items
         self._turns = lane.turns
         self.queue: deque[InlineOperation] = deque()
         self._payloads: dict[InlineRecipe, dict[int, Payloads]] = {}
 
+    @property
+    def runner(self) -> LaneRunner:
+        """The runner that has this queue."""
+        runner = self._runner()
+        assert runner is not None
+        return runner
+
     def add(self, operation: InlineOperation) -> None:
         """Take the next place in the order; the operation ends in this call if the others are there already."""
-        runner = self.runner
+        runner = self._runner()
+        assert runner is not None
         if runner.deserted:
             runner.soon_fail_deserted()
         runner.moved = 0
@@ -450,7 +460,8 @@ class InlineQueue:
 
     def look(self) -> bool:
         """As `LaneRunner.poll`, for a spinning waiter: members that are not close behind hear of no end yet."""
-        runner = self.runner
+        runner = self._runner()
+        assert runner is not None
         if not self.queue or runner.unbegun or runner.steps or self._turns.open or runner.closed:
             return runner.poll()
         runner.moved = 0
@@ -458,17 +469,18 @@ class InlineQueue:
 
     def advance(self) -> bool:
         """End operations, in their order, as far as all members have begun them; whether any has ended."""
-        queue, memory, runner, turns = self.queue, self._memory, self.runner, self._turns
+        queue, memory, runner, turns = self.queue, self._memory, self._runner(), self._turns
+        assert runner is not None
         done = False
         while queue:
             operation = queue[0]
             number, recipe = operation.number, operation.recipe
             try:
                 if recipe.pieces is not None:
-                    if not self._pieces_ready(operation):
+                    if not self._pieces_ready(operation, runner):
                         break
                 elif recipe.fold is not None:
-                    if not self._results_ready(operation):
+                    if not self._results_ready(operation, runner):
                         break
                 elif not memory.ready(number, recipe.fingerprint, recipe.needed):
                     break
@@ -514,13 +526,13 @@ class InlineQueue:
 
     def drop(self, operation: InlineOperation) -> None:
         """Forget an operation."""
-        runner = self.runner
+        runner = self._runner()
         if operation in self.queue:
             self.queue.remove(operation)
-            if not runner.closed:
+            if runner is not None and not runner.closed:
                 runner.retire(self._memory.done, operation.number)
                 runner.soon()
-        else:
+        elif runner is not None:
             runner.skip(operation)
 
     def close(self) -> None:
@@ -545,15 +557,15 @@ class InlineQueue:
         found = self._payloads[recipe][number % RECORDS] = Payloads(arrays[rank], operands)
         return found
 
-    def _pieces_ready(self, operation: InlineOperation) -> bool:
+    def _pieces_ready(self, operation: InlineOperation, runner: LaneRunner) -> bool:
         recipe = operation.recipe
         found = self._items.pieces_ready(operation.number, recipe.fingerprint, recipe.needs)
         if found == BY_ITEMS:
             operation.backend.go_on_in_steps(operation)
-            self.runner.soon()
+            runner.soon()
         return found == READY
 
-    def _results_ready(self, operation: InlineOperation) -> bool:
+    def _results_ready(self, operation: InlineOperation, runner: LaneRunner) -> bool:
         """Whether all results are there. Puts ours out once all payloads are."""
         memory, number, recipe = self._memory, operation.number, operation.recipe
         if operation.folded:
@@ -565,7 +577,7 @@ class InlineQueue:
         operation.folded = True
         if not memory.publish_results(number):
             return False
-        for ringer in self.runner.others:  # as who begins last does
+        for ringer in runner.others:  # as who begins last does
             ringer.knock()
         return True
 

@@ -28,6 +28,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, TypeAlias
+from weakref import ref
 
 from asyncdist.collectives.shared.layout import (
     ABSENT,
@@ -140,8 +141,9 @@ class Items:
         "inline",
     )
 
-    inline: Inline
-    """Payloads in records, of members that have put their pieces there."""
+    inline: ref[Inline]
+    """Payloads in records, of members that have put their pieces there. They refer to us: this is no cycle, so that the
+    memory goes with the lane."""
 
     def __init__(self, turns: Turns, borrow: Borrow | None = None) -> None:
         self._turns = turns
@@ -399,7 +401,8 @@ class Items:
         """What `member`, which has begun operation `number`, would have put out there as that item."""
         peer = self._turns.members[member]
         assert peer is not None
-        inline = self.inline
+        inline = self.inline()
+        assert inline is not None
         length = peer.record_words[number % RECORDS * RECORD_WORDS + PAYLOAD]
         table = item * 4 + PIECE.size
         if not table <= length <= inline.most_bytes:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from typing import Final, NamedTuple, TypeAlias, TypeVar
+from weakref import ref
 
 import numpy as np
 
@@ -77,7 +78,8 @@ class Lane:
     def __init__(self, rank: int, segments: Sequence[memoryview], borrow: Borrow | None = None) -> None:
         self.turns = Turns(rank, segments)
         self.items = Items(self.turns, borrow)
-        self.inline = self.items.inline = Inline(self.turns, self.items)
+        self.inline = Inline(self.turns, self.items)
+        self.items.inline = ref(self.inline)
 
 
 class LaneRunner:

@@ -48,7 +48,7 @@ async def test_who_has_left_has_nothing_under_way() -> None:
 
             await asyncio.gather(*(rank.join("host", True, {}, listen, deadline) for rank in ranks))
             for rank, store in zip(ranks, (one, two), strict=True):
-                assert rank._lease is not None
+                assert rank.presence.lease is not None
                 await rank.leave()
                 assert store._pipeline is not None
                 assert store._pipeline.idle

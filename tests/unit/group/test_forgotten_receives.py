@@ -33,7 +33,7 @@ def said_by(receives: int, asked: int = 0) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run_world(2, main)
-    return [str(warning.message) for warning in caught if "never awaited" in str(warning.message)]
+    return sorted(str(warning.message) for warning in caught if "never awaited" in str(warning.message))
 
 
 def test_a_receive_that_is_dropped_is_named() -> None:
