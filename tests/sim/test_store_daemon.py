@@ -240,7 +240,7 @@ def test_a_planted_fault_of_the_journal_is_noticed(plant: Callable[[], Patches],
 @pytest.mark.parametrize(
     ("plant", "noticed"),
     [
-        (forgets_replies, r"appended 2 times|popped|is \d+ after|linearizable|same sum"),
+        (forgets_replies, r"appended 2 times|popped|is \d+ after|linearizable|same sum|items are lost"),
         (loses_writes, "acknowledged appends"),
         (loses_events, "missed|did not see"),
         (ends_leases_early, "ended too early"),

@@ -409,6 +409,7 @@ def test_a_launch_that_blocks_is_ended_by_abort(monkeypatch: pytest.MonkeyPatch)
         await asyncio.sleep(0.05)
         assert not work.done()
         if at.rank == 0:
+            await asyncio.sleep(0.05)  # until the other rank has looked, too
             at.group.abort("enough")
         for one in (work, behind):
             assert isinstance(await failure_of(one), GroupAbortedError)
