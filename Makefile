@@ -25,7 +25,7 @@ help:
 	@echo "make test-rest  run what it leaves out for its time: tests of bench/, the proof of more worlds, long sweeps"
 	@echo "make retest     run alone, five times each, the few tests that failed in it"
 	@echo "make mistakes   plant one mistake after another in a copy of the tree: does a test of its room fail?"
-	@echo "make check      lint, formatting, types"
+	@echo "make check      lint, formatting, layers, types"
 	@echo "make bench      measure beside the neighbors that are installed"
 	@echo "make prove      verify every collective plan symbolically, and plant mistakes in them (MUTANTS=40000)"
 	@echo "make sim        run the tests with every combination of their parameters, and thousands of random programs on"
@@ -85,6 +85,7 @@ mistakes: $(VENV)/.dev
 check: $(VENV)/.dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/lint-imports
 	$(BIN)/mypy
 
 bench: $(VENV)/.dev
@@ -133,7 +134,7 @@ gpu-with-%: $(VENV)/.gpu-%
 	@$(BIN)/python -m bench.gpu_proof --write $(ARGS)
 
 clean:
-	rm -rf $(VENV) .multinode dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .multinode dist build .mypy_cache .ruff_cache .import_linter_cache .pytest_cache .hypothesis
 
 # Stamps: installed again when pyproject.toml changes. The sources themselves are used in place.
 $(VENV)/.base: pyproject.toml | $(BIN)/pip

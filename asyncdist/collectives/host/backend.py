@@ -139,7 +139,7 @@ class HostBackend(GroupBackend):
 
     def go_on_in_steps(self, short: InlineOperation) -> None:
         """A member has put out items in place of its pieces: go on with the steps of the plan."""
-        call, work, runner = short.call, short.work, short.queue.runner
+        call, work, runner = short.call, short.work, short.queue.runner()
         recipe = self.recipe_for(call, self.lane_memory(work.tag))
         operation = Operation(self, call, recipe, work, short.on_end)
         self.running[work.key] = operation

@@ -379,8 +379,7 @@ class InlineOperation:
 
     def waiting_for(self) -> tuple[int, ...]:
         """Group ranks that have not begun the operation, of those whose payload this rank takes."""
-        runner = self.queue._runner()
-        missing = () if runner is None else runner.not_begun(self.number)
+        missing = runner.not_begun(self.number) if (runner := self.queue.runner()) else ()
         needed = self.recipe.needed
         return missing if needed is None else tuple(rank for rank in missing if rank in needed)
 
@@ -388,27 +387,20 @@ class InlineOperation:
 class InlineQueue:
     """The inline operations of one lane that this rank has begun, in their order."""
 
-    __slots__ = ("_items", "_memory", "_payloads", "_runner", "_turns", "queue")
+    __slots__ = ("_items", "_memory", "_payloads", "_turns", "queue", "runner")
 
     def __init__(self, runner: LaneRunner, lane: Lane) -> None:
-        self._runner = ref(runner)  # which has this queue: no cycle keeps the lane's memory beyond it
+        self.runner: Callable[[], LaneRunner] = ref(runner)  # type: ignore[assignment]  # None once it is gone
+        """The runner that has this queue. This is no cycle, so that the lane's memory goes with the group."""
         self._memory = lane.inline
         self._items = lane.items
         self._turns = lane.turns
         self.queue: deque[InlineOperation] = deque()
         self._payloads: dict[InlineRecipe, dict[int, Payloads]] = {}
 
-    @property
-    def runner(self) -> LaneRunner:
-        """The runner that has this queue."""
-        runner = self._runner()
-        assert runner is not None
-        return runner
-
     def add(self, operation: InlineOperation) -> None:
         """Take the next place in the order; the operation ends in this call if the others are there already."""
-        runner = self._runner()
-        assert runner is not None
+        runner = self.runner()
         if runner.deserted:
             runner.soon_fail_deserted()
         runner.moved = 0
@@ -460,8 +452,7 @@ class InlineQueue:
 
     def look(self) -> bool:
         """As `LaneRunner.poll`, for a spinning waiter: members that are not close behind hear of no end yet."""
-        runner = self._runner()
-        assert runner is not None
+        runner = self.runner()
         if not self.queue or runner.unbegun or runner.steps or self._turns.open or runner.closed:
             return runner.poll()
         runner.moved = 0
@@ -469,8 +460,7 @@ class InlineQueue:
 
     def advance(self) -> bool:
         """End operations, in their order, as far as all members have begun them; whether any has ended."""
-        queue, memory, runner, turns = self.queue, self._memory, self._runner(), self._turns
-        assert runner is not None
+        queue, memory, runner, turns = self.queue, self._memory, self.runner(), self._turns
         done = False
         while queue:
             operation = queue[0]
@@ -525,18 +515,16 @@ class InlineQueue:
         return self._items.in_steps(operation.number, recipe.fingerprint, recipe.needs)
 
     def drop(self, operation: InlineOperation) -> None:
-        """Forget an operation."""
-        runner = self._runner()
+        runner = self.runner()
         if operation in self.queue:
             self.queue.remove(operation)
-            if runner is not None and not runner.closed:
+            if runner and not runner.closed:
                 runner.retire(self._memory.done, operation.number)
                 runner.soon()
-        elif runner is not None:
+        elif runner:
             runner.skip(operation)
 
     def close(self) -> None:
-        """Forget all operations."""
         self.queue.clear()
         self._payloads.clear()
 

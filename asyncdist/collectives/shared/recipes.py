@@ -127,7 +127,7 @@ class Pieces:
         """All that this rank takes is in payloads. Raises LaneFault, CollectiveMismatchError."""
         assert operation.call.pieces is not None
         given, taken = operation.call.pieces
-        runner = operation.queue.runner
+        runner = operation.queue.runner()
         items = runner.lane.items
         for source, index in self.own:  # before what it may share memory with is written
             taken[index][...] = given[source]

@@ -22,10 +22,10 @@ from asyncdist_server.logs import EventLog
 from asyncdist_server.serving.busy_poll import BusyPoll, busy_poll
 from asyncdist_server.serving.config import BACKLOG, MAX_HALF_OPEN, ServerConfig
 from asyncdist_server.serving.connection import Connection
+from asyncdist_server.serving.fairness import HalfOpen, Turns
 from asyncdist_server.serving.sockets import descriptor_limit, format_address, is_loopback, sockets_within
 from asyncdist_server.serving.status import describe
 from asyncdist_server.serving.tls_connection import TLSConnection
-from asyncdist_server.serving.turns import HalfOpen, Turns
 from asyncdist_server.torch.namespaces import TorchNamespace, TorchNamespaces
 from asyncdist_server.wire.auth import Refusal
 from asyncdist_server.wire.messages import INCARNATION_BYTES, Encoder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from asyncdist_server.serving.turns import Turns
+from asyncdist_server.serving.fairness import Turns
 
 
 class Client:
