@@ -210,7 +210,9 @@ async def test_who_has_not_put_out_its_result_is_waited_for(monkeypatch: pytest.
             monkeypatch.setattr(
                 InlineQueue,
                 "_results_ready",
-                lambda queue, operation: (operation.recipe.rank != 2 or folded.is_set()) and real(queue, operation),
+                lambda queue, operation, *more: (
+                    (operation.recipe.rank != 2 or folded.is_set()) and real(queue, operation, *more)
+                ),
             )
         work = group.all_reduce(vector(group, 9))
         await asyncio.sleep(0.05)
