@@ -221,6 +221,7 @@ def prove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *only: str, **limits_
     monkeypatch.setattr(gpu_proof, "sections", hurried)
     monkeypatch.setenv("ASYNCDIST_TEST_FAKE_CUDA", "1")
     monkeypatch.setenv(SHARING_VARIABLE, "")
+    monkeypatch.delenv("ASYNCDIST_FEWER_CASES", raising=False)  # the parts run tests of their own
     chosen = [word for name in only for word in ("--only", name)]
     return CliRunner().invoke(gpu_proof.main, ["--smoke", "--write", "--logs", str(tmp_path / "logs"), *chosen])
 
