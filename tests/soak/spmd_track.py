@@ -173,7 +173,7 @@ class TrackRun:
             try:
                 if issued.stream is not None:
                     await self._consume(issued)
-                if self.own.random() < 0.1 and not work.operation.startswith("recv"):
+                if self.own.random() < 0.1 and not work.operation.startswith(("recv", "send")):  # which that withdraws
                     await self._cancel_waiter(work)
                 results[index] = await work
             except dist.DistError as error:
