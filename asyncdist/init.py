@@ -261,7 +261,7 @@ async def _join(
             world.mesh.abort()
         world = World(loop, method.rank, method.world_size, source, rendezvous, world_id)
         below = _underlying(source.store)
-        token = load_token(environ) or (below.token if isinstance(below, TCPStore) else None)
+        token = load_token(environ) or (below.dialer.token if isinstance(below, TCPStore) else None)
         secret = derive_key(token, "peer", world_id)
         mesh = make_mesh(method.rank, method.world_size, world_id, secret, rendezvous.addresses, world, config)
         world.host, world.mesh, worlds[:] = host, mesh, [world]
@@ -287,12 +287,12 @@ async def _join(
     world.pass_on_addresses()
     if world.rank_0_hosts and hosted is not None:
         _ends_with_rank_0(hosted)
-        hosted.on_end = world.store_ended
+        hosted.dialer.on_end = world.store_ended
     return world
 
 
 def _ends_with_rank_0(store: TCPStore) -> None:
-    store.ends_with = "rank 0"
+    store.dialer.ends_with = "rank 0"
 
 
 def _agreed_tuning(rank: int, met: Met, overrides: dict[str, str]) -> Tuning:

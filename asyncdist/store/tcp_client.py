@@ -5,24 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import random
-import secrets
 import ssl
 from collections.abc import Callable
-from typing import Any, ClassVar, Final, Self
+from typing import Any, Final, Self
 
 from asyncdist.concurrency.deadline import Deadline, Timeout
 from asyncdist.concurrency.loop import prepare_fork
-from asyncdist.concurrency.tasks import telling, uninterrupted
-from asyncdist.concurrency.trace import emit, info, tracing, warn
-from asyncdist.errors import ClosedError, ConnectTimeoutError, DistError, DistStoreError
+from asyncdist.concurrency.tasks import uninterrupted
+from asyncdist.concurrency.trace import emit, info, tracing
+from asyncdist.errors import ClosedError, DistError
 from asyncdist.store.credentials import TLSConfig
+from asyncdist.store.dialer import Dialled, StoreDialer
 from asyncdist.store.fork_safety import close_in_forked_child
-from asyncdist.store.pipeline import Pipeline, StoppingError
+from asyncdist.store.pipeline import Pipeline
 from asyncdist.store.reply import Reply
 from asyncdist.store.request_store import CoordinatingStore
-from asyncdist.store.store_connection import Connection, StoreRefusedError, Trouble, ask_for_http, client_name, dial
-from asyncdist_server.serving.sockets import format_address
+from asyncdist.store.store_connection import Connection
 from asyncdist_server.wire import messages
 
 __all__ = ["TCPClient"]
@@ -30,18 +28,6 @@ __all__ = ["TCPClient"]
 RECONNECT_TIMEOUT_S: Final = 60.0
 """How long a lost connection is tried again. Half of what the daemon remembers a client for, so that a reconnect that
 succeeds can still retry exactly once."""
-
-ATTEMPT_TIMEOUT_S: Final = 10.0
-"""One try to connect and shake hands: twice what the daemon allows for the handshake."""
-
-SILENCE_S: Final = 3.0
-"""After so much silence on a connection the client looks what is there: a store, busy or not, answers in a second."""
-
-NO_STORE_ANSWERS: Final = "connected, but no store answers there"
-
-FIRST_BACKOFF_S: Final = 0.02
-MAX_BACKOFF_S: Final = 2.0
-"""Between two tries; jittered by half, so that a thousand clients of a restarted daemon do not come in step."""
 
 CLOSE_TIMEOUT_S: Final = 2.0
 """How long closing waits for answers to what was issued before, and tries to connect again where that needs it."""
@@ -52,9 +38,6 @@ class TCPClient(CoordinatingStore):
 
     The address may be set until the first connection is made.
     """
-
-    silence_s: ClassVar[float] = SILENCE_S
-    """How long a connection is silent before the client looks what is there, and how long that may take."""
 
     def __init__(
         self,
@@ -67,21 +50,8 @@ class TCPClient(CoordinatingStore):
         on_incarnation_change: Callable[[], None] | None,
     ) -> None:
         super().__init__(timeout)
-        self.host = host
-        self.port = port
+        self.dialer = StoreDialer(host, port, token, tls, context)
         self.on_incarnation_change = on_incarnation_change
-        self.ends_with = ""
-        """Whose daemon it is, if it ends with a process and comes back no more. Once nobody listens there after the
-        connection was lost, requests fail at once."""
-        self.on_end: Callable[[bool], None] | None = None
-        """Called then, with whether the daemon has said that it stops."""
-        self.token = token
-        """Where none was given, the one that was proven to the first daemon, which all later ones must have."""
-        self.own_user_only = False
-        """Whether a store on loopback must have this user's token, where none was given."""
-        self._tls = tls
-        self._context = context
-        self._client_id = secrets.token_bytes(messages.CLIENT_ID_BYTES)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pipeline: Pipeline | None = None
         self._connection: Connection | None = None
@@ -89,16 +59,18 @@ class TCPClient(CoordinatingStore):
         self._flush_scheduled = False
         self._watch: asyncio.TimerHandle | None = None
         self._watch_at = math.inf
-        self._backoff_s = FIRST_BACKOFF_S
-        self._attempt: asyncio.Timeout | None = None  # one try to connect
-        self._lost = ""  # why the last connection was, for people
-        self._stopped = False
         self._closed = False
         self._closing: asyncio.Future[None] | None = None
 
     @property
-    def _where(self) -> str:
-        return f"store {format_address((self.host, self.port))}"
+    def host(self) -> str:
+        """Where the daemon is."""
+        return self.dialer.host
+
+    @property
+    def port(self) -> int:
+        """Where the daemon listens."""
+        return self.dialer.port
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.host!r}, {self.port})"
@@ -164,7 +136,7 @@ class TCPClient(CoordinatingStore):
         loop = asyncio.get_running_loop()
         if self._pipeline is None:
             self._loop = loop
-            self._pipeline = Pipeline(loop, self._where, self._schedule_flush)
+            self._pipeline = Pipeline(loop, self.dialer.where, self._schedule_flush)
             close_in_forked_child(self)
             prepare_fork(loop)
         elif self._loop is not loop:
@@ -182,14 +154,14 @@ class TCPClient(CoordinatingStore):
         if self._connection is not None:
             self._connection.send()
         elif not self._closed and self._connector is None:
-            self._backoff_s = FIRST_BACKOFF_S
+            self.dialer.tries = 0
             self._reconnect_within(
                 RECONNECT_TIMEOUT_S if self._timeout_s is None else min(self._timeout_s, RECONNECT_TIMEOUT_S)
             )
 
     def _on_frame(self, payload: memoryview) -> None:
         assert self._pipeline is not None
-        self._backoff_s = FIRST_BACKOFF_S
+        self.dialer.tries = 0
         self._pipeline.on_replies(payload)
         if self._pipeline.has_unsent:
             self._schedule_flush()
@@ -223,7 +195,7 @@ class TCPClient(CoordinatingStore):
         """Start connecting, unless that is under way."""
         assert self._loop is not None
         if self._connector is None:
-            self._connector = self._loop.create_task(self._keep_dialling(deadline), name=f"{self!r} connects")
+            self._connector = self._loop.create_task(self._dial(deadline), name=f"{self!r} connects")
             self._connector.add_done_callback(self._on_connector_done)
         return self._connector
 
@@ -236,105 +208,45 @@ class TCPClient(CoordinatingStore):
             elif self._connection is None:
                 self._schedule_flush()  # it broke again before this was called
 
-    async def _keep_dialling(self, until: Deadline) -> DistError | None:
+    async def _dial(self, until: Deadline) -> DistError | None:
         """Connect, trying again until that instant; return the error if that did not help."""
+        assert self._pipeline is not None
+        try:
+            await self.dialer.connect(until, self._pipeline.to_retry, self._use)
+        except DistError as error:
+            return error
+        return None
+
+    def _use(self, dialled: Dialled) -> None:
+        """Take a connection into use."""
         assert self._loop is not None
-        deadline = math.inf if until.at_s is None else until.at_s
-        trouble = Trouble()
-        with telling(lambda: self._look_who_is_silent(trouble), self.silence_s):
-            return await self._dial_until(until, deadline, trouble)
-
-    async def _dial_until(self, until: Deadline, deadline: float, trouble: Trouble) -> DistError | None:
-        assert self._loop is not None
-        loop = self._loop
-        if self._backoff_s > FIRST_BACKOFF_S:  # the last connection broke before it was of any use
-            await self._pause(deadline)
-        while True:
-            attempt_until = min(deadline, loop.time() + ATTEMPT_TIMEOUT_S)
-            try:
-                async with asyncio.timeout_at(attempt_until) as self._attempt:
-                    await self._dial(trouble)
-                return None
-            except StoreRefusedError as error:
-                return DistStoreError(f"{self._where}: {error}")
-            except TimeoutError:
-                if (
-                    not trouble.text or attempt_until < deadline
-                ):  # a try cut short at the end says less than those before
-                    trouble.note(NO_STORE_ANSWERS if trouble.connected_at < math.inf else "it does not answer")
-            except OSError as error:
-                if self.ends_with and isinstance(error, ConnectionRefusedError):
-                    if self.on_end is not None:
-                        loop.call_soon(self.on_end, self._stopped)
-                    what = f"it has ended with {self.ends_with}, which hosted it"
-                    return DistStoreError(f"{self._where}: {what}{self._lost}")
-                if trouble.note_error(error):
-                    info("%s: %s; still trying", self._where, trouble)
-            if trouble.stranger:
-                return DistStoreError(f"{self._where}: {NO_STORE_ANSWERS}: {trouble.stranger}")
-            if tracing("store"):
-                emit("store", "dial_failed", where=self._where, problem=trouble.text)
-            await self._pause(deadline)
-            if loop.time() >= deadline:
-                problem = f"{trouble}{self._lost}"
-                if trouble.text == NO_STORE_ANSWERS:
-                    return ConnectTimeoutError(f"{self._where}: {problem} within {until.given_s:g} s")
-                return ConnectTimeoutError(f"{self._where}: could not connect within {until.given_s:g} s: {problem}")
-
-    async def _look_who_is_silent(self, trouble: Trouble) -> None:
-        """Once a connection was silent for long, see whether it is a server of HTTP: that waits to be asked."""
-        loop = asyncio.get_running_loop()
-        while loop.time() < trouble.connected_at + self.silence_s:  # noqa: ASYNC110 - tries come and go meanwhile
-            await asyncio.sleep(self.silence_s / 2)
-        trouble.stranger = await ask_for_http(self.host, self.port, self.silence_s)
-        if not trouble.stranger:
-            warn("%s: %s, for %g s by now; still trying", self._where, NO_STORE_ANSWERS, self.silence_s)
-        elif self._attempt is not None:
-            with contextlib.suppress(RuntimeError):  # it is over: this is seen before the next one
-                self._attempt.reschedule(loop.time())
-
-    async def _pause(self, deadline: float) -> None:
-        """Wait before the next try, longer each time, until a connection gave an answer."""
-        pause_s = self._backoff_s * random.uniform(0.5, 1.0)
-        self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
-        await asyncio.sleep(min(pause_s, deadline - asyncio.get_running_loop().time()))
-
-    async def _dial(self, trouble: Trouble) -> None:
-        """Make one connection and take it into use."""
-        assert self._loop is not None
-        pipeline = self._pipeline
-        assert pipeline is not None
-        hello = messages.Hello(self._client_id, pipeline.to_retry(), client_name())
-        connected, self.token, welcome, reader = await dial(  # the last await
-            self.host, self.port, self._tls, self.token, self._context, hello, trouble, own_user_only=self.own_user_only
-        )
+        assert self._pipeline is not None
+        pipeline, (stream, welcome, reader) = self._pipeline, dialled
         next_frame = pipeline.next_frame
-        self._connection = Connection(self._loop, connected, reader, next_frame, self._on_frame, self._on_lost)
-        pipeline.lookout.connected(self._connection, connected.socket)
-        self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)  # until it gives its first answer
+        self._connection = Connection(self._loop, stream, reader, next_frame, self._on_frame, self._on_lost)
+        pipeline.lookout.connected(self._connection, stream.socket)
         changed = pipeline.on_welcome(welcome)
         if tracing("store"):
-            emit("store", "connected", where=self._where, resumed=welcome.resumed, changed=changed)
-        if self._lost:  # before the first connection the daemon can have granted nothing
+            emit("store", "connected", where=self.dialer.where, resumed=welcome.resumed, changed=changed)
+        if self.dialer.lost is not None:  # before the first connection the daemon can have granted nothing
             self.lease_keeper.connected()
         self._connection.send()
         if changed:
-            info("%s: it came back without its data", self._where)
+            info("%s: it came back without its data", self.dialer.where)
             if self.on_incarnation_change is not None:
                 self._loop.call_soon(self.on_incarnation_change)
 
     def _on_lost(self, error: Exception) -> None:
         assert self._pipeline is not None
         self._connection = None
-        self._lost = f" (before: {error})"
-        self._stopped = isinstance(error, StoppingError)
+        self.dialer.lost = error
         self._pipeline.on_lost()
         if tracing("store"):
-            emit("store", "connection_lost", where=self._where, error=error)
+            emit("store", "connection_lost", where=self.dialer.where, error=error)
         if self._closed:
             return
         self.lease_keeper.connection_lost()
-        info("%s: connection lost (%s), connecting again", self._where, error)
+        info("%s: connection lost (%s), connecting again", self.dialer.where, error)
         if isinstance(error, messages.ProtocolError):
             self._pipeline.fail_all(f"the store broke the connection off: {error}")
         if self._connector is None:
@@ -385,12 +297,12 @@ class TCPClient(CoordinatingStore):
 
     async def _returned(self, pipeline: Pipeline) -> bool:
         """Connect again if there was a connection and something is lost without one."""
-        if not self._lost or not pipeline.at_stake:
+        if self.dialer.lost is None or not pipeline.at_stake:
             return False
         if self._connector is not None:  # it may be between two tries, for longer than there is time
             self._connector.cancel()
             await asyncio.wait([self._connector])
-            self._backoff_s = FIRST_BACKOFF_S
+            self.dialer.tries = 0
         connector = self._reconnect(Deadline.after(CLOSE_TIMEOUT_S, asyncio.get_running_loop().time()))
         await asyncio.wait([connector])
         return connector.result() is None

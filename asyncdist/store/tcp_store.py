@@ -148,8 +148,9 @@ class TCPStore(TCPClient):
             return await super().open_by(deadline)
         try:
             if self._is_master and not self._closed:
-                self._server = await host_store(self.host, self.port, self.token, self._tls, may_join=self._may_join)
-                self.port = self.port if self._server is None else self._server.port
+                where = self.dialer
+                self._server = await host_store(where.host, where.port, where.token, where.tls, may_join=self._may_join)
+                where.port = where.port if self._server is None else self._server.port
             await super().open_by(deadline)
             await self._meet(deadline)
         except BaseException:
@@ -199,7 +200,7 @@ class StoreObserver(TCPStore):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._client_id = OBSERVER_ID
+        self.dialer.client_id = OBSERVER_ID
 
 
 async def host_store(

@@ -211,7 +211,7 @@ async def open_store(method: InitMethod, deadline: Deadline, environ: Mapping[st
             connect_by = Deadline.after(TAKEN_PORT_TIMEOUT_S, asyncio.get_running_loop().time())
     try:
         store = TCPStore(method.host, port, token=token, tls=tls, namespace=method.namespace)
-        store.own_user_only = method.may_host  # rank 0 hosts it with this user's token: no other may pass for it
+        store.dialer.own_user_only = method.may_host  # rank 0 hosts it with this user's token: no other may pass for it
         with telling(lambda: _tell_where(method, connect_by)):
             await store.open_by(connect_by)
         store.set_timeout(_remaining(deadline))

@@ -114,7 +114,7 @@ async def open_link(place: LinkPlace) -> Store:
             f"this node cannot reach the launcher of node 0: {error}. Launchers need a TCP connection to it, as ranks "
             "do to each other; --local-addr or ASYNCDIST_SOCKET_IFNAME chooses the network"
         ) from error
-    store.ends_with = "the launcher of node 0"
+    store.dialer.ends_with = "the launcher of node 0"
     return store
 
 

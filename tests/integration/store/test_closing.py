@@ -10,7 +10,7 @@ from cancel_sweep import Cut, cancelling_at
 
 from asyncdist.errors import ClosedError
 from asyncdist.store import TCPStore
-from asyncdist.store.store_connection import Trouble
+from asyncdist.store.dialer import Trouble
 from asyncdist_server.serving.threaded import ThreadedServer
 
 DEADLINE_S = 20.0
@@ -123,7 +123,7 @@ async def test_closing_gives_up_a_daemon_that_is_away_in_time(
         store = await opened(server, namespace)
         await other.queue_push("q", "item")
         assert await store.queue_pop("q") == b"item"
-        store.port = 1  # nothing listens there
+        store.dialer.port = 1  # nothing listens there
         adding = store.add("n", 1)
         cut(store)
         loop = asyncio.get_running_loop()
@@ -139,7 +139,7 @@ async def test_closing_gives_up_a_daemon_that_is_away_in_time(
 async def test_closing_can_be_cancelled_while_it_connects(again: bool, server: ThreadedServer, namespace: str) -> None:
     store = await opened(server, namespace)
     adding = store.add("n", 1)
-    store.port = 1
+    store.dialer.port = 1
     cut(store)
     closing = asyncio.ensure_future(cancelling_at(Cut(1, again=again), store.close()))
     with pytest.raises(asyncio.CancelledError):

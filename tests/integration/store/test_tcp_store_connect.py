@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jobs import free_port
@@ -16,7 +17,7 @@ from waiting import eventually
 
 from asyncdist.errors import ClosedError, ConnectTimeoutError, DistStoreError
 from asyncdist.store import TCPStore
-from asyncdist.store.store_connection import SILENT_CLOSES
+from asyncdist.store.dialer import SILENT_CLOSES
 from asyncdist.testing.conformance_tools import task
 from asyncdist_server.serving.threaded import ThreadedServer, serve_in_thread
 from asyncdist_server.wire.auth import new_token
@@ -49,7 +50,9 @@ def stranger(answer: bytes | None) -> Iterator[int]:
 class ImpatientStore(TCPStore):
     """Looks soon what is there."""
 
-    silence_s = 0.05
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.dialer.silence_s = 0.05
 
 
 async def test_a_server_of_http_that_waits_for_a_request_is_told_long_before_the_time_out() -> None:

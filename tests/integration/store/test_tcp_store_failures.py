@@ -16,7 +16,7 @@ from store_proxy import cutting_proxy
 
 from asyncdist.errors import ClosedError, DistStoreError, StoreLimitError, StoreTimeoutError
 from asyncdist.store import TCPStore
-from asyncdist.store.store_connection import SILENT_CLOSES
+from asyncdist.store.dialer import SILENT_CLOSES
 from asyncdist.testing.conformance_tools import expect_pending, task
 from asyncdist_server.serving.config import ServerConfig
 from asyncdist_server.serving.daemon import serve
@@ -32,7 +32,7 @@ async def test_cut_connections_apply_everything_exactly_once(
 ) -> None:
     """Hundreds of cuts in the middle of requests and replies; each change is made once, in order."""
     for name, value in (("FIRST_BACKOFF_S", 0.0), ("MAX_BACKOFF_S", 0.0)):
-        monkeypatch.setattr(f"asyncdist.store.tcp_client.{name}", value)
+        monkeypatch.setattr(f"asyncdist.store.dialer.{name}", value)
     chance = random.Random(seed)
 
     def plan(_: int) -> tuple[int | None, int | None]:
