@@ -267,7 +267,7 @@ async def _join(
         world.host, world.mesh, worlds[:] = host, mesh, [world]
         mesh.hear_out = world.hear_out
         mesh.absences = rendezvous.presence.absences
-        return await mesh.listen(reachable.ips, accept=False)
+        return await mesh.listen(reachable.ips, reachable.advertised, accept=False)
 
     try:
         met = await rendezvous.join(host, reachable.loopback, options, listen, deadline, allow_pickle=allow_pickle)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import socket
 import sys
 import uuid
@@ -98,14 +99,15 @@ class PeerAddress:
 
 @dataclass(frozen=True, slots=True)
 class LocalAddress:
-    """IP addresses to listen on and advertise; `loopback` if no other host can reach them."""
+    """IP addresses to listen on, and what to advertise instead of them: port 0 stands for the one listened on."""
 
     ips: tuple[str, ...]
+    advertised: tuple[Endpoint, ...] = ()
 
     @property
     def loopback(self) -> bool:
-        """Whether no other host can reach these addresses."""
-        return all(is_loopback(ip) for ip in self.ips)
+        """Whether no other host can reach what is advertised."""
+        return all(map(is_loopback, [ip for ip, _port in self.advertised] or self.ips))
 
 
 def _checked_endpoint(value: Any) -> Endpoint:
@@ -152,28 +154,53 @@ async def local_address(store_host: str | None, store_port: int, environ: Mappin
     MASTER_ADDR resolves to, if that is an address of this host. With `store_host=None` (a file or in-process store) the
     route to MASTER_ADDR decides, else loopback.
 
+    ASYNCDIST_ADVERTISE is told to the other ranks instead, where they reach this rank by another address (NAT, a
+    container's published port).
+
     The result's `loopback` is set if no other host can reach it: an error as soon as ranks of another host join.
     Raises ValueError if no interface matches, DistNetworkError if a name does not resolve or no route leads to the
     store. Cancellation leaves nothing behind.
     """
+    ips = await _ips_to_listen_on(store_host, store_port, environ)
+    return LocalAddress(ips, await _advertised(environ.get("ASYNCDIST_ADVERTISE", "")))
+
+
+async def _advertised(text: str) -> tuple[Endpoint, ...]:
+    """Resolve `host` or `host:port`, several separated by commas; an IPv6 address with a port stands in brackets."""
+    endpoints = []
+    for item in filter(None, map(str.strip, text.split(","))):
+        found = re.fullmatch(r"(?:\[([^]]+)\]|([^:]+))(?::(\d+))?|([^]]+:[^]]*:[^]]*)", item)
+        port = int(found[3] or -1) if found else 0
+        if found is None or port > 65535 or not port:
+            raise ValueError(f"ASYNCDIST_ADVERTISE={text!r}: {item!r} is no host:port with a port of 1 to 65535")
+        port = max(port, 0)
+        try:
+            _family, address = await _resolve(found[1] or found[2] or found[4], port)
+        except DistNetworkError as error:
+            raise DistNetworkError(f"ASYNCDIST_ADVERTISE: {error}") from error
+        endpoints.append((str(address[0]), port))
+    return tuple(endpoints[:MAX_ENDPOINTS])
+
+
+async def _ips_to_listen_on(store_host: str | None, store_port: int, environ: Mapping[str, str]) -> tuple[str, ...]:
     for name in ("ASYNCDIST_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         spec = environ.get(name, "").strip()
         if spec:
             try:
-                return LocalAddress(select_ips(spec, list_interfaces())[:MAX_ENDPOINTS])
+                return select_ips(spec, list_interfaces())[:MAX_ENDPOINTS]
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
     master = environ.get("MASTER_ADDR", "").strip().strip("[]")
     if store_host is None:
         if not master:
-            return LocalAddress(("127.0.0.1",))
-        return LocalAddress((_route_source(await _resolve(master, 9)),))
+            return ("127.0.0.1",)
+        return (_route_source(await _resolve(master, 9)),)
     source = _route_source(await _resolve(store_host, store_port))
     if is_loopback(source) and master:
         ip = (await _resolve(master, 9))[1][0]
         if not is_loopback(ip) and is_local_ip(ip):
             source = ip
-    return LocalAddress((source,))
+    return (source,)
 
 
 async def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, ...]]:

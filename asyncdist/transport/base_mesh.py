@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Cor
 from typing import Any, ClassVar, Final, Protocol
 
 from asyncdist.errors import ClosedError, DistError, PeerLostError
-from asyncdist.transport.addresses import PeerAddress
+from asyncdist.transport.addresses import Endpoint, PeerAddress
 from asyncdist.transport.context import Absence
 from asyncdist.transport.host_memory import HostMemory
 from asyncdist.transport.protocol.frame import FRAGMENT_BYTES, MAX_CALL_BYTES
@@ -186,7 +186,9 @@ class BaseMesh:
 
     # -- what the connections are made of
 
-    async def listen(self, ips: Sequence[str] = ("127.0.0.1",), *, accept: bool = True) -> PeerAddress:
+    async def listen(
+        self, ips: Sequence[str] = ("127.0.0.1",), advertised: Sequence[Endpoint] = (), *, accept: bool = True
+    ) -> PeerAddress:
         """Be reachable, and return the address to publish. Without `accept`, who connects waits until that is called.
 
         Raises DistNetworkError naming the address that cannot be bound, and ClosedError.

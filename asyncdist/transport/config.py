@@ -21,6 +21,7 @@ __all__ = [
     "SINGLE_COPY",
     "TRANSPORTS",
     "TransportConfig",
+    "ports_from_environ",
     "single_copy_from_environ",
 ]
 
@@ -50,6 +51,7 @@ class TransportConfig:
     """How a mesh connects. `transport` is one of `TRANSPORTS`; times are in seconds.
 
     `local_ranks` is how many ranks share the host's cores, as far as that is known; who connects is counted besides.
+    `ports` are those that ranks may listen on, None for any.
     """
 
     transport: str = "auto"
@@ -66,6 +68,7 @@ class TransportConfig:
     single_copy: str = "auto"
     keepalive_s: float = DEFAULT_KEEPALIVE_S
     local_ranks: int = 1
+    ports: range | None = None
 
     @property
     def shares_memory(self) -> bool:
@@ -104,6 +107,7 @@ class TransportConfig:
             single_copy=single_copy_from_environ(environ),
             keepalive_s=keepalive_from_environ(environ),
             local_ranks=_local_ranks(environ),
+            ports=ports_from_environ(environ),
         )
 
 
@@ -118,6 +122,18 @@ def single_copy_from_environ(environ: Mapping[str, str]) -> str:
 def _local_ranks(environ: Mapping[str, str]) -> int:
     text = environ.get("LOCAL_WORLD_SIZE", "").strip()  # of the launcher, who has said so if it is no number
     return int(text) if text.isascii() and text.isdigit() else 1
+
+
+def ports_from_environ(environ: Mapping[str, str]) -> range | None:
+    """Read ASYNCDIST_PORT_RANGE: the ports that may be listened on, None for any. Raises ValueError."""
+    text = environ.get("ASYNCDIST_PORT_RANGE", "").strip()
+    if not text:
+        return None
+    first, dash, last = (part.strip() for part in text.partition("-"))
+    numbers = [int(part) if part.isascii() and part.isdigit() else 0 for part in (first, last if dash else first)]
+    if not 0 < numbers[0] <= numbers[1] < 65536:
+        raise ValueError(f"ASYNCDIST_PORT_RANGE={text!r}: give the first and the last port, such as 20000-20099")
+    return range(numbers[0], numbers[1] + 1)
 
 
 def _bytes_from_environ(environ: Mapping[str, str], name: str, default: T) -> int | T:

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, ClassVar, Final
 
 from asyncdist.errors import ClosedError, PeerLostError, RemoteProtocolError
-from asyncdist.transport.addresses import PeerAddress
+from asyncdist.transport.addresses import Endpoint, PeerAddress
 from asyncdist.transport.base_mesh import BaseMesh, MeshOwner
 from asyncdist.transport.context import Absence
 from asyncdist.transport.protocol.frame import MAX_CALL_BYTES
@@ -283,7 +283,9 @@ class MemoryMesh(BaseMesh):
         """Whether no peer can connect any more."""
         return self._closing
 
-    async def listen(self, ips: Sequence[str] = ("127.0.0.1",), *, accept: bool = True) -> PeerAddress:
+    async def listen(
+        self, ips: Sequence[str] = ("127.0.0.1",), advertised: Sequence[Endpoint] = (), *, accept: bool = True
+    ) -> PeerAddress:
         """Can be found from now on, or once `accept` is called. The address says nothing."""
         self._check_open()
         self.address = PeerAddress("memory", (), b"")

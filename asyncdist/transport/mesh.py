@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Final, TypeAlias
 
 from asyncdist.concurrency import trace as events
 from asyncdist.errors import ClosedError, DistNetworkError, DistStoreError, PeerLostError
-from asyncdist.transport.addresses import PeerAddress, host_id
+from asyncdist.transport.addresses import Endpoint, PeerAddress, host_id
 from asyncdist.transport.base_mesh import BaseMesh, MeshOwner
 from asyncdist.transport.config import LATE_S, TransportConfig
 from asyncdist.transport.connections.connection import LoopbackConnection
@@ -89,9 +89,12 @@ class Mesh(BaseMesh):
         self._unresolved: list[int] = []
         self._resolve_turn: asyncio.Handle | None = None
 
-    async def listen(self, ips: Sequence[str] = ("127.0.0.1",), *, accept: bool = True) -> PeerAddress:
+    async def listen(
+        self, ips: Sequence[str] = ("127.0.0.1",), advertised: Sequence[Endpoint] = (), *, accept: bool = True
+    ) -> PeerAddress:
         """Listen on `ips` (and on a Unix socket, as configured) and return the address to publish.
 
+        It has `advertised` in place of `ips`, if there are any; port 0 stands for the port of the first of `ips`.
         Without `accept`, who connects waits until that is called. Raises DistNetworkError naming the address that
         cannot be bound, and ClosedError. Not needed by a rank that only dials.
         """
@@ -105,6 +108,8 @@ class Mesh(BaseMesh):
             if isinstance(error, OSError):
                 raise DistNetworkError(f"rank {self.rank}: {error.strerror or error}; {_REMEDY}") from error
             raise
+        if endpoints and advertised:
+            endpoints = tuple((ip, port or endpoints[0][1]) for ip, port in advertised)
         self.address = PeerAddress(self._context.host_id, endpoints, unix)
         events.info("rank %d: listening on %s", self.rank, self.address)
         if accept:

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -75,8 +76,8 @@ class LinkHost:
 
     async def place(self) -> LinkPlace:
         """Start the store, unless it runs; return where it is. Raises LaunchError if it cannot be hosted."""
-        from asyncdist.store.tcp_store import serve_off_loop
         from asyncdist.transport.addresses import local_address
+        from asyncdist.transport.config import ports_from_environ
 
         if self._place is None:
             environ = {**self._environ, "MASTER_ADDR": (self._config.endpoint or self._job.endpoint).host}
@@ -86,10 +87,11 @@ class LinkHost:
             try:
                 address = await local_address(self._job.endpoint.host, self._job.endpoint.port, environ)
                 host = address.ips[0]
-                self._server = await serve_off_loop(host, 0, key, (None, None))
+                self._server = await _serve(host, ports_from_environ(environ) or range(1), key)
             except (DistError, OSError, ValueError) as error:
                 raise LaunchError(f"this node cannot listen for the launchers of the others: {error}") from error
-            self._place = LinkPlace(host, self._server.port, key)
+            advertised = address.advertised[0][0] if address.advertised else host
+            self._place = LinkPlace(advertised, self._server.port, key)
         return self._place
 
     def open(self, place: LinkPlace) -> Awaitable[Store]:
@@ -100,6 +102,19 @@ class LinkHost:
         """Stop the store, if it runs."""
         if self._server is not None:
             await asyncio.to_thread(self._server.close)
+
+
+async def _serve(host: str, ports: Sequence[int], key: str) -> ThreadedServer:
+    """Start the store on one of these ports, from the last one down: ranks may have taken others. Raises OSError."""
+    from asyncdist.store.tcp_store import serve_off_loop
+
+    for port in reversed(ports):
+        try:
+            return await serve_off_loop(host, port, key, (None, None))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise OSError(errno.EADDRINUSE, f"every port of ASYNCDIST_PORT_RANGE={ports[0]}-{ports[-1]} is in use")
 
 
 async def open_link(place: LinkPlace) -> Store:

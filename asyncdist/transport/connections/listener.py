@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import random
 import secrets
 import shutil
 import socket
@@ -53,20 +54,34 @@ class Listener:
         self.refused = 0
 
     def open_tcp(self, ips: Sequence[str]) -> tuple[Endpoint, ...]:
-        """Listen on a free port of each address; returns the endpoints. Raises OSError, leaving none open."""
-        endpoints = []
-        for ip in ips:
-            family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+        """Listen on a free port of each address; returns the endpoints. Raises OSError: then `close` is due."""
+        return tuple((ip, self._open_port(ip)) for ip in ips)
+
+    def _open_port(self, ip: str) -> int:
+        """Listen on a free port of the configured ones, tried from a random one on: ranks of a host start at once."""
+        ports: Sequence[int] = self._context.config.ports or (0,)
+        first = random.randrange(len(ports))
+        family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+        for port in (*ports[first:], *ports[:first]):
             sock = self._context.sockets.add(socket.socket(family, socket.SOCK_STREAM))
             self._sockets.append(sock)
+            if port:  # one that a rank used a minute ago is free
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
                 sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            self._listen(sock, (ip, 0))
-            endpoints.append((ip, int(sock.getsockname()[1])))
-        return tuple(endpoints)
+            try:
+                self._listen(sock, (ip, port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or not port:
+                    raise
+                self._context.sockets.close(self._sockets.pop())
+            else:
+                return int(sock.getsockname()[1])
+        where = f"ASYNCDIST_PORT_RANGE={ports[0]}-{ports[-1]}"
+        raise OSError(errno.EADDRINUSE, f"cannot listen on {ip}: every port of {where} is in use")
 
     def open_unix(self) -> bytes:
-        """Listen on a Unix socket nobody can guess; returns its name. Raises OSError.
+        """Listen on a Unix socket nobody can guess; returns its name. Raises OSError: then `close` is due.
 
         In ASYNCDIST_SOCKET_DIR, if that is set; else abstract on Linux, so that nothing is left behind after kill -9;
         else in a directory of mode 0700.
@@ -120,7 +135,6 @@ class Listener:
             sock.bind(address)
             sock.listen(BACKLOG)
         except OSError as error:
-            self.close()
             where = unix_text(address) if isinstance(address, bytes) else address[0]
             raise OSError(error.errno, f"cannot listen on {where}: {error.strerror}") from None
 

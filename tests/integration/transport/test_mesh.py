@@ -8,14 +8,17 @@ import dataclasses
 import fcntl
 import logging
 import random
+import re
 import socket
 import sys
 
+import psutil
 import pytest
 from mesh_world import World, received, world
 from waiting import eventually
 
 from asyncdist.errors import ClosedError, DistNetworkError, PeerLostError
+from asyncdist.testing import Chaos, chaos_proxy
 from asyncdist.transport.addresses import PeerAddress
 from asyncdist.transport.config import TransportConfig
 from asyncdist.transport.connections import dialer, link
@@ -200,6 +203,76 @@ async def test_address_that_cannot_be_bound() -> None:
         await one.mesh.listen(["127.0.0.1", "192.0.2.213"])
     assert one.mesh.statistics()["sockets"] == 0
     await one.mesh.close(1)
+
+
+def free_ports(count: int) -> range:
+    """As many free ports in a row."""
+    while True:
+        first = random.randrange(20_000, 30_000)
+        with contextlib.ExitStack() as stack:
+            try:
+                for port in range(first, first + count):
+                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return range(first, first + count)
+
+
+async def test_ranks_listen_on_the_ports_that_are_open_in_a_firewall() -> None:
+    """Also on those that other ranks had a moment ago; where there are not enough, the error says which were tried."""
+    ports = free_ports(3)
+    for _ in range(2):
+        made = World(4, "tcp", ports=ports)
+        ranks = [made.add(rank) for rank in range(4)]
+        try:
+            for rank in ranks[:3]:
+                made.addresses[rank.rank] = await rank.mesh.listen()
+            assert sorted(port for address in made.addresses.values() for _ip, port in address.endpoints) == [*ports]
+            with pytest.raises(DistNetworkError, match=f"every port of ASYNCDIST_PORT_RANGE={ports[0]}-{ports[2]} is"):
+                await ranks[3].mesh.listen()
+            assert ranks[3].mesh.statistics()["sockets"] == 0
+            ranks[0].send(1, b"x")
+            assert await received(ranks[1].receive(0)) == b"x"
+        finally:
+            await asyncio.gather(*(rank.mesh.close(5) for rank in ranks))
+
+
+async def test_a_rank_is_reached_by_the_address_that_it_advertises() -> None:
+    """Behind a gateway, which a proxy stands for here."""
+    (port,) = ports = free_ports(1)
+    made = World(2, "tcp", ports=ports)
+    one, two = made.add(0), made.add(1)
+    async with chaos_proxy("127.0.0.1", port, Chaos()) as gateway:
+        try:
+            made.addresses[1] = await two.mesh.listen(advertised=[("127.0.0.1", gateway.port)])
+            one.send(1, b"x")
+            assert await received(two.receive(None, ranks=[0])) == b"x"
+            assert gateway.connections == 1
+            assert f"tcp 127.0.0.1:{gateway.port}" in one.mesh.describe(1)
+        finally:
+            await asyncio.gather(one.mesh.close(5), two.mesh.close(5))
+
+
+async def test_an_advertised_address_without_a_port_has_that_of_the_listener() -> None:
+    made = World(1, "tcp")
+    one = made.add(0)
+    try:
+        address = await one.mesh.listen(advertised=[("192.0.2.7", 0), ("192.0.2.8", 31_000)])
+        (own,) = [sock for sock in psutil.Process().net_connections("tcp4") if sock.status == psutil.CONN_LISTEN]
+        assert address.endpoints == (("192.0.2.7", own.laddr.port), ("192.0.2.8", 31_000))
+    finally:
+        await one.mesh.close(1)
+
+
+@pytest.mark.parametrize("text", ["0", "1-70000", "20-10", "a-b", "5-", "-5"])
+def test_a_range_of_ports_is_checked(text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"ASYNCDIST_PORT_RANGE='{text}': give the first and the last port")):
+        TransportConfig.from_environ({"ASYNCDIST_PORT_RANGE": text})
+
+
+def test_a_range_of_ports_is_read() -> None:
+    assert TransportConfig.from_environ({"ASYNCDIST_PORT_RANGE": " 20000 - 20099 "}).ports == range(20_000, 20_100)
+    assert TransportConfig.from_environ({"ASYNCDIST_PORT_RANGE": "20000"}).ports == range(20_000, 20_001)
 
 
 async def test_tcp_options() -> None:

@@ -103,6 +103,37 @@ async def test_named_interface_wins() -> None:
     assert "127.0.0.1" in (await local_address("192.0.2.1", 80, {"GLOO_SOCKET_IFNAME": "lo"})).ips
 
 
+@pytest.mark.parametrize(
+    ("text", "advertised"),
+    [
+        ("192.0.2.7", (("192.0.2.7", 0),)),
+        ("192.0.2.7:31000", (("192.0.2.7", 31_000),)),
+        (" 192.0.2.7 , [2001:db8::1]:5 ", (("192.0.2.7", 0), ("2001:db8::1", 5))),
+        ("2001:db8::1", (("2001:db8::1", 0),)),
+        ("", ()),
+    ],
+)
+async def test_what_is_advertised_can_be_said(text: str, advertised: tuple[tuple[str, int], ...]) -> None:
+    found = await local_address(None, 0, {"ASYNCDIST_ADVERTISE": text})
+    assert found.advertised == advertised
+    assert found.ips == ("127.0.0.1",)
+    assert found.loopback is not bool(advertised)
+
+
+async def test_an_advertised_name_is_resolved_here() -> None:
+    ((ip, port),) = (await local_address(None, 0, {"ASYNCDIST_ADVERTISE": "localhost:31000"})).advertised
+    assert ip in ("127.0.0.1", "::1")
+    assert port == 31_000
+    with pytest.raises(DistNetworkError, match=r"ASYNCDIST_ADVERTISE: cannot resolve 'nobody\.invalid'"):
+        await local_address(None, 0, {"ASYNCDIST_ADVERTISE": "nobody.invalid"})
+
+
+@pytest.mark.parametrize("text", ["192.0.2.7:0", "192.0.2.7:x", "192.0.2.7:65536", ":5", "[::1]:"])
+async def test_what_cannot_be_advertised_is_named(text: str) -> None:
+    with pytest.raises(ValueError, match="is no host:port with a port of 1 to 65535"):
+        await local_address(None, 0, {"ASYNCDIST_ADVERTISE": text})
+
+
 async def test_unknown_interface_names_the_variable() -> None:
     with pytest.raises(ValueError, match=r"GLOO_SOCKET_IFNAME: no network interface matches 'nonsense'"):
         await local_address("127.0.0.1", 80, {"GLOO_SOCKET_IFNAME": "nonsense"})
