@@ -19,8 +19,7 @@ from asyncdist.collectives.arguments.call import Call
 from asyncdist.collectives.arguments.stream import Progress, StreamCall
 from asyncdist.collectives.backend import BackendNames, CollectiveWork, WorkKey
 from asyncdist.collectives.executor.runner import different
-from asyncdist.concurrency.deadline import INHERIT, Timeout, timeout_seconds
-from asyncdist.concurrency.integers import SubgroupNames
+from asyncdist.concurrency.deadline import INHERIT, Deadline, Timeout, timeout_seconds
 from asyncdist.concurrency.tasks import start_task, uninterrupted
 from asyncdist.errors import ClosedError, CollectiveMismatchError, DistStoreError, GroupAbortedError, PeerLostError
 from asyncdist.group.abort_reasons import (
@@ -37,15 +36,16 @@ from asyncdist.group.abort_reasons import (
 from asyncdist.group.backends import GroupBackends
 from asyncdist.group.closed_group import EndedGroup
 from asyncdist.group.deadlines import NOT_HEARD_FROM, Deadlines, timeout_error
-from asyncdist.group.membership import CreationOrder
+from asyncdist.group.membership import Lineage, Origin
 from asyncdist.group.methods.streams import ChunkStream
 from asyncdist.group.mismatch import MismatchFinder, StrayMessages
 from asyncdist.group.overlap_warning import OverlapWatch
 from asyncdist.group.point_to_point import Pairs, check_tag
 from asyncdist.group.rejected_calls import RejectedCalls
-from asyncdist.group.unretrieved import UnretrievedErrors, watch, watches
+from asyncdist.group.survivors import Losses, Survivors
+from asyncdist.group.unretrieved import UnretrievedErrors, watch_issued, watches
 from asyncdist.work import Work, until_ended
-from asyncdist.world.control import Abort, Check, Closed, GroupMessage, Made, Mismatch, Probe, Ran, Refused, Status
+from asyncdist.world import control as messages
 from asyncdist.world.world import CLOSED, NOT_MADE, World
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class GroupCore:
         backend_names: BackendNames,
         *,
         is_world: bool = False,
-        origin: tuple[CreationOrder, int] | None = None,
+        origin: Origin | None = None,
         parent: tuple[int, str] | None = None,
     ) -> None:
         """`parent` are id and name of the group that this one is made of."""
@@ -107,17 +107,14 @@ class GroupCore:
         self.watches = watches(world.loop, world.options)
         """Whether to warn of Works that nobody asks about."""
         if self.watches:
-            self._watch_all()
+            watch_issued(self, self.pairs)
         self._askers: dict[int, int] = {}
         """Members that have waited long for a collective, and its tag: they are told when this group is closed here."""
         self._rejected = RejectedCalls(
             world, group_id, ranks, self._backends.drop, self._works, self._sequences, self._fail_refused, self._abort
         )
-        self._subgroups = SubgroupNames(group_id, name)
-        self._order = CreationOrder(world, group_id, name)
-        self._origin = origin
-        """Where this group stands among those made of one group by calls of all its ranks, if it is one."""
-        self._parent = parent
+        self._lineage = Lineage(world, group_id, name, origin, parent)
+        self._survivors = Survivors(world, group_id, ranks)
         self._aborted: BaseException | None = None
         self._closing: asyncio.Task[None] | None = None
         self._unasked: BaseException | None = None
@@ -154,9 +151,7 @@ class GroupCore:
 
     def ask_origin(self, ranks: Collection[int]) -> None:
         """Ask `ranks` what they have made in place of this group."""
-        if self._origin is not None:
-            order, number = self._origin
-            order.ask(ranks, number)
+        self._lineage.ask_origin(ranks)
 
     def made_differently(self, error: CollectiveMismatchError) -> None:
         """Another rank has made another group in place of this one, which can never be used."""
@@ -207,16 +202,6 @@ class GroupCore:
         if not work._done:
             self._deadlines.watch(work, timeout_s)
         return work
-
-    def _watch_all(self) -> None:
-        """Replace what issues operations, so that it costs nothing where nothing is watched."""
-
-        def watched(issue: Callable[..., Work[Any]]) -> Callable[..., Work[Any]]:
-            return lambda *arguments, **options: watch(issue(*arguments, **options))
-
-        messages = "send", "send_objects", "receive", "receive_array", "receive_objects"
-        for owner, name in (self, "issue"), *((self.pairs, name) for name in messages):
-            setattr(owner, name, watched(getattr(owner, name)))
 
     def refuse(self, operation: str, tag: int, error: Exception) -> None:
         """A collective's arguments are wrong: it takes its place in the order, and the others are told."""
@@ -348,9 +333,8 @@ class GroupCore:
                 self.pairs.closed_members.askers.add(sender)
         elif not parent_id:
             self.pairs.member_closed(sender)
-        elif self._parent is not None:
-            what = f"rank {sender} has closed group {self._parent[1]} without making this one of it"
-            self.made_differently(CollectiveMismatchError(what, sender))
+        elif (error := self._lineage.never_made_by(sender)) is not None:
+            self.made_differently(error)
 
     def _expired(self, work: CollectiveWork, missing: dict[int, str]) -> None:
         missing = missing or dict.fromkeys(work.waiting_for(), NOT_HEARD_FROM)
@@ -363,38 +347,42 @@ class GroupCore:
         """A member is gone: collectives fail and the group is aborted; point-to-point between survivors goes on."""
         self.pairs.peer_lost(rank, error)
         self._abort(error, "lost", str(error), rank)
+        self._survivors.lose(rank, error)
 
-    def peer_left(self) -> None:
+    def peer_left(self, rank: int) -> None:
         """A member has left: of those that a message may come from any, it might have been the last."""
         self.pairs.fail_vain_receives()
+        self._survivors.lose(rank, None)
 
-    def control(self, sender: int, message: GroupMessage) -> None:
+    def control(self, sender: int, message: messages.GroupMessage) -> None:
         """A control message of another member."""
         match message:
-            case Abort(_, kind, text, rank, missing):
+            case messages.Abort(_, kind, text, rank, missing):
                 cause = abort_cause(kind, text, rank, missing, self.world.rank)
                 if isinstance(cause, PeerLostError) and not cause.left:
                     self.world.lost_elsewhere(cause.rank, cause)  # concerns all groups of that rank
                 self._abort(cause, kind, text, rank, missing)
-            case Refused(_, tag, sequence, rank, text):
+            case messages.Refused(_, tag, sequence, rank, text):
                 self._rejected.heard(tag, sequence, rank, text)
-            case Probe(_, tag, sequence):
+            case messages.Probe(_, tag, sequence):
                 self._askers[sender] = tag
                 self._mismatches.tell(sender, tag, sequence)
                 self._deadlines.tell(sender, tag, sequence, self._sequences.get(tag, 0) > sequence)
-            case Status(_, tag, sequence, state):
+            case messages.Status(_, tag, sequence, state):
                 if not self._deadlines.answered(sender, tag, sequence, state):
                     self._heard_late(sender, tag, sequence, state)
-            case Mismatch(_, tag, sequence, text, asked):
+            case messages.Mismatch(_, tag, sequence, text, asked):
                 self._mismatches.heard(sender, tag, sequence, text, asked)
-            case Ran(_, words):
+            case messages.Ran(_, words):
                 self._mismatches.heard_last(sender, words)
-            case Check(_, tag, sequence, terms, shown):
+            case messages.Check(_, tag, sequence, terms, shown):
                 self._mismatches.reported(sender, tag, sequence, terms, shown)
-            case Made(_, number, made_id, ranks, asked):
-                self._order.heard(sender, number, made_id, ranks, asked)
-            case Closed(_, parent_id, asked):
+            case messages.Made(_, number, made_id, ranks, asked):
+                self._lineage.order.heard(sender, number, made_id, ranks, asked)
+            case messages.Closed(_, parent_id, asked):
                 self._heard_closed(sender, parent_id, asked)
+            case messages.Shrink():
+                self._survivors.hear(sender, message)
 
     def bind_device(self, device: int | None) -> None:
         """Open communicators for arrays on that GPU at once, if all ranks do; None does nothing."""
@@ -427,10 +415,7 @@ class GroupCore:
     # The end.
 
     def abort(self, reason: str = "") -> None:
-        """Give up now: every operation under way raises `GroupAbortedError` here and on all connected members.
-
-        Later calls raise it too. Returns at once; arrays of operations under way are free when it returns.
-        """
+        """See `ProcessGroup.abort`."""
         self.world.check_thread(self.where("abort"))
         text = reason or "abort() was called"
         self._abort(aborted_by(self.world.rank, text), "abort", text, self.world.rank)
@@ -446,7 +431,7 @@ class GroupCore:
         self._verdict.set()
         self.usable = False
         # Before messages under way are broken off: who receives those is to know the reason by then.
-        self.world.tell_aborted(self.ranks, Abort(self.group_id, kind, text, rank, list(missing)))
+        self.world.tell_aborted(self.ranks, messages.Abort(self.group_id, kind, text, rank, list(missing)))
         if first:
             self._deadlines.stop()
             self._strays.stop()
@@ -460,12 +445,7 @@ class GroupCore:
             self.pairs.abort(error)
 
     async def close(self) -> None:
-        """Wait for everything under way (receives that nothing matched are withdrawn), then leave; issue no more.
-
-        The world's group closes all others first, then says goodbye to all peers and to the store. Raises, once, the
-        first failure of a work that nobody asked about. Cancelling aborts what is under way, and lets the bounded end
-        finish first. May be called again, also meanwhile.
-        """
+        """See `ProcessGroup.close`."""
         self.world.check_thread(self.where("close"))
         if self._closing is None:
             if self.closed or self.world.forked:
@@ -523,6 +503,7 @@ class GroupCore:
 
     async def _leave(self) -> None:
         self.closed = True
+        self._survivors.close()
         self._deadlines.stop()
         self._strays.stop()
         self._mismatches.stop()
@@ -536,7 +517,7 @@ class GroupCore:
         else:  # where the world ends, senders hear that we have left
             self.pairs.drop_unmatched()
         words = self._mismatches.last_words()
-        ended = EndedGroup(self.world, self.group_id, self.ranks, self._sequences, self._order, words)
+        ended = EndedGroup(self.world, self.group_id, self.ranks, self._sequences, self._lineage.order, words)
         self.world.unregister(self.group_id, ended)
         for rank, tag in self._askers.items():  # who wait, perhaps, for what comes no more
             ended.tell_issued(rank, tag, self._sequences.get(tag, 0))
@@ -560,6 +541,19 @@ class GroupCore:
         """
         return self._aborted is not None or (self.is_world and isinstance(cause, PeerLostError) and cause.left)
 
+    # Who is left.
+
+    async def survivors(self, timeout_s: float | None) -> tuple[int, ...]:
+        """Abort the group, and return the global ranks that are left, as all that are left agree. See `shrink`."""
+        self.check_usable("shrink")
+        self.abort("its ranks were asked who is left: shrink() was called")
+        return await self._survivors.agree(self.where("shrink"), Deadline.after(timeout_s, self._loop.time()))
+
+    def losses(self) -> Losses:
+        """See `ProcessGroup.membership`."""
+        self.check_usable("membership")
+        return Losses(self._survivors)
+
     # Other groups of the world.
 
     def subgroup(
@@ -573,10 +567,9 @@ class GroupCore:
     ) -> GroupCore | None:
         """See `ProcessGroup.make_subgroup`."""
         self.world.check_thread(self.where("new_group"))
-        group_id, label, number = self._subgroups.next(ranks, members_only=members_only)
+        group_id, label, origin = self._lineage.next(ranks, members_only=members_only)
         made = None
         if self.world.rank in ranks:
-            origin = None if members_only else (self._order, number)
             made = GroupCore(
                 self.world,
                 group_id,
@@ -587,8 +580,9 @@ class GroupCore:
                 origin=origin,
                 parent=(self.group_id, self.name),
             )
-        if not members_only:
-            self._order.made(number, group_id, tuple(ranks))
+        if origin is not None:
+            order, number = origin
+            order.made(number, group_id, tuple(ranks))
         return made
 
 

@@ -14,18 +14,18 @@ written, so the answer comes behind it: a receive that has not met a message by 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
-from asyncdist.concurrency.integers import spell_ranks
+from asyncdist.concurrency.integers import SubgroupNames, spell_ranks
 from asyncdist.errors import CollectiveMismatchError
 from asyncdist.group.deadlines import ASK_S, MAX_PROBE_DIALS
 from asyncdist.messages.work import ANY_SOURCE
 from asyncdist.world.control import Closed, Made
 from asyncdist.world.world import World
 
-__all__ = ["MADE_KEPT", "QUESTIONS_KEPT", "ClosedMembers", "CreationOrder"]
+__all__ = ["MADE_KEPT", "QUESTIONS_KEPT", "ClosedMembers", "CreationOrder", "Lineage", "Origin"]
 
 MADE_KEPT: Final = 256
 """The newest groups are remembered, closed ones included: as many as ranks may lag behind with first operations."""
@@ -102,6 +102,42 @@ class CreationOrder:
                     sender,
                 )
             )
+
+
+Origin: TypeAlias = tuple[CreationOrder, int]
+"""The order of the group that a group was made of, by calls of all its ranks, and its number there."""
+
+
+class Lineage:
+    """What a group was made of, and in which order others are made of it. `parent` is the id and name of the first."""
+
+    __slots__ = ("_names", "_origin", "_parent", "order")
+
+    def __init__(
+        self, world: World, group_id: int, name: str, origin: Origin | None, parent: tuple[int, str] | None
+    ) -> None:
+        self.order = CreationOrder(world, group_id, name)
+        self._names = SubgroupNames(group_id, name)
+        self._origin = origin
+        self._parent = parent
+
+    def ask_origin(self, ranks: Collection[int]) -> None:
+        """Ask `ranks` what they have made in place of this group."""
+        if self._origin is not None:
+            order, number = self._origin
+            order.ask(ranks, number)
+
+    def never_made_by(self, sender: int) -> CollectiveMismatchError | None:
+        """The error of a group that `sender`, which has closed the parent, never makes."""
+        if self._parent is None:
+            return None
+        what = f"rank {sender} has closed group {self._parent[1]} without making this one of it"
+        return CollectiveMismatchError(what, sender)
+
+    def next(self, ranks: Sequence[int], *, members_only: bool) -> tuple[int, str, Origin | None]:
+        """Id, name and origin of the next group of `ranks`; called on members and, unless `members_only`, others."""
+        group_id, name, number = self._names.next(ranks, members_only=members_only)
+        return group_id, name, None if members_only else (self.order, number)
 
 
 MAX_ANY_DIALS: Final = 32

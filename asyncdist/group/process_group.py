@@ -6,15 +6,18 @@ by subject; its core carries them out, on this event loop or in the communicatio
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Generator, Sequence
+from collections.abc import AsyncIterator, Generator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from asyncdist.collectives.backend import Backend, BackendNames
-from asyncdist.errors import DistError
+from asyncdist.concurrency.deadline import INHERIT, Deadline, Timeout, timeout_seconds
+from asyncdist.errors import DistError, GroupAbortedError, PeerLostError
 from asyncdist.group.methods import Operations
 from asyncdist.group.methods.issuer import Core, check_rank, rank_number
+from asyncdist.group.survivors import RankLost
 
 __all__ = ["ProcessGroup"]
 
@@ -94,6 +97,40 @@ class ProcessGroup(Operations):
         finish first. May be called again, also meanwhile.
         """
         await self._core.close()
+
+    async def shrink(self, timeout: Timeout = INHERIT) -> ProcessGroup:
+        """Make a group of the ranks that are left, in their order, once all of them call this; the ranks agree on who.
+
+        For what follows a `PeerLostError` or a `GroupAbortedError`. This group is aborted, and its ranks that have not
+        noticed yet are told. Ranks that die meanwhile are left out as well: when it returns, all ranks of the new group
+        have met. A rank that another one has lost, although both are alive, gets GroupAbortedError. Where a network
+        falls into parts, each part goes on by itself.
+
+        Raises CollectiveTimeoutError, with the ranks that do not answer in `missing`, after `timeout` (seconds or a
+        timedelta; the group's by default), and ClosedError. Cancelling stops only the waiting: call it again.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = Deadline.after(timeout_seconds(timeout, self.timeout_s), loop.time())
+        ranks = await self._core.survivors(deadline.given_s)
+        made = self.make_subgroup(ranks, self.timeout_s, None, members_only=True)
+        assert made is not None, "this rank is one of them"
+        try:
+            await made.barrier(timeout=deadline.remaining_s(loop.time()))
+        except (PeerLostError, GroupAbortedError):
+            smaller = await made.shrink(deadline.remaining_s(loop.time()))
+            with contextlib.suppress(DistError):
+                await made.close()
+            return smaller
+        return made
+
+    def membership(self) -> AsyncIterator[RankLost]:
+        """Iterate over the ranks that are lost or leave, from the first one on, until the group is closed.
+
+        async for change in group.membership():
+            print(change.rank, "is gone,", change.ranks, "are left")
+        """
+        losses: AsyncIterator[RankLost] = self._core.losses()
+        return losses
 
     def __await__(self) -> Generator[Any, None, Self]:
         yield from ()  # awaiting a group gives the group at once

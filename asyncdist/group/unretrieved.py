@@ -10,7 +10,7 @@ import functools
 import sys
 import warnings
 from asyncio import AbstractEventLoop
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -18,7 +18,7 @@ from asyncdist.concurrency.trace import calling_frame
 from asyncdist.transport.protocol.operations import anew
 from asyncdist.work import Work
 
-__all__ = ["FAILED_KEPT", "UnretrievedErrors", "watch", "watches"]
+__all__ = ["FAILED_KEPT", "UnretrievedErrors", "watch", "watch_issued", "watches"]
 
 FAILED_KEPT: Final = 64
 """Failed Works kept until the program asks about them: each holds the arrays it was given."""
@@ -98,6 +98,17 @@ def watch(work: W) -> W:
         kind: Any = type(work)
         watched.__class__ = _watched(kind)
     return work
+
+
+def watch_issued(core: object, pairs: object) -> None:
+    """Replace what issues operations of a group, so that it costs nothing where nothing is watched."""
+
+    def watched(issue: Callable[..., Work[Any]]) -> Callable[..., Work[Any]]:
+        return lambda *arguments, **options: watch(issue(*arguments, **options))
+
+    messages = "send", "send_objects", "receive", "receive_array", "receive_objects"
+    for owner, name in (core, "issue"), *((pairs, name) for name in messages):
+        setattr(owner, name, watched(getattr(owner, name)))
 
 
 class _Watched:

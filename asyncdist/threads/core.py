@@ -238,6 +238,15 @@ class ThreadCore:
         made = self._call("make_subgroup", self.inner_core.subgroup, *arguments, **options)
         return None if made is None else ThreadCore(made, self.bridge)
 
+    async def survivors(self, timeout_s: float | None) -> tuple[int, ...]:
+        self.check_usable("shrink")
+        found: tuple[int, ...] = await self.bridge.complete(functools.partial(self.inner_core.survivors, timeout_s))
+        return found
+
+    def losses(self) -> AsyncIterator[Any]:
+        found: AsyncIterator[Any] = self._call("membership", self.inner_core.losses)
+        return found
+
     # The end.
 
     def abort(self, reason: str = "") -> None:

@@ -29,6 +29,7 @@ __all__ = [
     "Probe",
     "Ran",
     "Refused",
+    "Shrink",
     "Status",
     "decode",
 ]
@@ -188,6 +189,24 @@ class Closed(GroupMessage):
 
 
 @dataclass(frozen=True)
+class Shrink(GroupMessage):
+    """A step of agreement `number` on who is left of the group; see `asyncdist.group.agreement`."""
+
+    KIND = "shrink"
+    SHAPE = (int, int, str, int, list, list)
+    number: int
+    step: str
+    ballot: int
+    ranks: list[int]
+    lost: list[int]
+
+    def is_valid(self, world_size: int) -> bool:
+        ranks = [*self.ranks, *self.lost]
+        numbers = all(_below(_MAX_NUMBERS, number) for number in (self.number, self.ballot))
+        return numbers and all(_below(world_size, rank) for rank in ranks)
+
+
+@dataclass(frozen=True)
 class Addresses(ControlMessage):
     """Where `first` and the ranks after it listen; see `asyncdist.world.address_book`."""
 
@@ -203,7 +222,7 @@ class Addresses(ControlMessage):
 
 
 _KINDS: Final[dict[str, type[ControlMessage]]] = {
-    kind.KIND: kind for kind in (Abort, Refused, Probe, Status, Mismatch, Check, Ran, Made, Closed, Addresses)
+    kind.KIND: kind for kind in (Abort, Refused, Probe, Status, Mismatch, Check, Ran, Made, Closed, Shrink, Addresses)
 }
 
 

@@ -74,7 +74,7 @@ class GroupListener(Protocol):
     def peer_lost(self, rank: int, error: PeerLostError) -> None:
         """A member is gone."""
 
-    def peer_left(self) -> None:
+    def peer_left(self, rank: int) -> None:
         """A member has left the world in order."""
 
     def control(self, sender: int, message: GroupMessage) -> None:
@@ -246,7 +246,7 @@ class World:
         events.info("rank %d: rank %d has left", self.rank, rank)
         for group in list(self.groups.values()):
             if rank in group.ranks:
-                group.peer_left()
+                group.peer_left(rank)
 
     def control_received(self, rank: int, payload: bytes) -> None:
         """A control message came. Raises RemoteProtocolError for anything malformed."""

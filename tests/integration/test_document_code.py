@@ -144,6 +144,7 @@ async def call_what_was_defined(names: dict[str, Any], group: dist.ProcessGroup)
         "receive_weights": lambda f: f(np.ones(1000), lambda start, data: None),
         "check_everybody": lambda f: f(np.ones(1000), lambda source, data: True),
         "add": lambda f: f(names["store"], "client"),
+        "keep_averaging": lambda f: f(group, np.ones(4)),
     }
     for name, call in calls.items():
         if name in names:

@@ -10,7 +10,7 @@ the group is aborted on every rank, naming the ranks that were missing. Cancelli
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -85,6 +85,12 @@ class Core(Protocol):
 
     def subgroup(self, *arguments: Any, **options: Any) -> Core | None:
         """See `GroupCore.subgroup`."""
+
+    async def survivors(self, timeout_s: float | None) -> tuple[int, ...]:
+        """See `GroupCore.survivors`."""
+
+    def losses(self) -> AsyncIterator[Any]:
+        """See `ProcessGroup.membership`."""
 
     def abort(self, reason: str = "") -> None:
         """See `ProcessGroup.abort`."""

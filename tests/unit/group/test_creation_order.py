@@ -147,7 +147,7 @@ def test_so_many_groups_are_remembered(past: int, told: bool) -> None:
 @pytest.mark.parametrize(("past", "kept"), [(0, True), (1, False)])
 def test_so_many_questions_are_kept(past: int, kept: bool) -> None:
     async def main(group: Group) -> None:
-        order = group._core._order
+        order = group._core._lineage.order
         for number in range(1, QUESTIONS_KEPT + 1 + past):
             order.heard(1, number, number, "ranks", True)
         assert (QUESTIONS_KEPT + past in order._questions) is kept
