@@ -7,8 +7,11 @@ from collections import deque
 from collections.abc import Callable
 
 import pytest
+from fewer_cases import examples
 
 from asyncdist.group.agreement import Agreement, Step
+
+SEEDS = examples(60)
 
 
 class Simulation:
@@ -84,7 +87,7 @@ class Simulation:
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 def test_all_that_are_left_agree(size: int, deaths: int) -> None:
     """Deaths at any step, also in the middle of telling the others; a dead rank's decision counts too."""
-    for seed in range(300):
+    for seed in range(SEEDS):
         simulation = Simulation(size, seed)
         chance = simulation.chance
         for rank in chance.sample(simulation.members, min(deaths, size - 1)):
@@ -103,7 +106,7 @@ def test_all_that_are_left_agree(size: int, deaths: int) -> None:
 
 
 def test_who_died_before_is_not_among_those_who_stay() -> None:
-    for seed in range(300):
+    for seed in range(SEEDS):
         simulation = Simulation(5, seed)
         dead = simulation.chance.sample(simulation.members, 2)
         for rank in dead:
@@ -117,7 +120,7 @@ def test_who_died_before_is_not_among_those_who_stay() -> None:
 @pytest.mark.parametrize("size", [3, 4, 6, 8])
 def test_where_a_link_breaks_all_hear_one_decision(size: int) -> None:
     """Both of its ends are alive: the one that goes is told so by another."""
-    for seed in range(1000):
+    for seed in range(3 * SEEDS):
         simulation = Simulation(size, seed)
         chance = simulation.chance
         link = chance.sample(simulation.members, 2)
