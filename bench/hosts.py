@@ -4,13 +4,16 @@ Hosts are network namespaces of this machine (as root, on Linux), each connected
 `--rate` Mbit/s in each direction. So it is the network that limits, and a slow machine tells as much as a fast one:
 what counts is the share of the cable that is used (nccl-tests' busbw divided by the rate; headers take 5 %).
 
-asyncdist is measured as it is, and with what `asyncdist tune --links` finds out about the cable.
+asyncdist is measured as it is, and with what `asyncdist tune --links` finds out about the cable. With several ranks a
+host they share memory there, and a ring over all ranks, which does not know hosts, is measured beside them. `--bytes`
+counts what leaves the busiest host.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import secrets
 import shutil
@@ -26,12 +29,12 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncdist.cli.tables import BYTES, show_bytes, show_seconds
-from bench.candidates import ASYNCDIST_TCP, GLOO
+from bench.candidates import GLOO, asyncdist
 from bench.command_line import Bar, ListOf
 from bench.model import LARGE_BYTES, PROFILES, Candidate, Case, Cell, Profile, Subject
 from bench.operations import OPERATIONS
 from bench.process import Child
-from bench.runner import ROOT, run_subject, unused_port
+from bench.runner import ROOT, Session, run_subject, unused_port
 
 DEVICE: Final = "cable"
 QUEUE_MS: Final = 50
@@ -39,12 +42,16 @@ QUEUE_MS: Final = 50
 BURST: Final = "64kb"
 TUNE_S: Final = 5.0
 TUNE_LIMIT_S: Final = 90.0
+COUNTED: Final = 10
+"""Operations whose bytes are counted."""
 
 
 class Network:
     """Hosts and what connects them, until it is closed."""
 
-    def __init__(self, hosts: int, megabits: int) -> None:
+    def __init__(self, hosts: int, megabits: int, ranks_per_host: int = 1) -> None:
+        self.ranks_per_host = ranks_per_host
+        self.transport = "tcp" if ranks_per_host == 1 else "auto"
         self.names = [f"bench{os.getpid()}-{number}" for number in range(hosts)]
         self._switch = f"bench{os.getpid()}-switch"
         self._megabits = megabits
@@ -69,9 +76,17 @@ class Network:
         """That of a host."""
         return f"10.215.0.{number + 1}"
 
-    def inside(self, number: int) -> tuple[str, ...]:
-        """What a command begins with that is to run on a host."""
-        return ("ip", "netns", "exec", self.names[number])
+    def inside(self, rank: int) -> tuple[str, ...]:
+        """What the command of a rank begins with: it runs on the rank's host."""
+        return ("ip", "netns", "exec", self.names[rank // self.ranks_per_host])
+
+    def sent_bytes(self) -> list[int]:
+        """What each host has put on its cable, by the interface's own counter."""
+        counted = []
+        for name in self.names:
+            shown = _run("ip", "-n", name, "-json", "-statistics", "link", "show", DEVICE)
+            counted.append(int(json.loads(shown)[0]["stats64"]["tx"]["bytes"]))
+        return counted
 
     def _add(self, number: int, name: str) -> None:
         port = f"port{number}"
@@ -90,10 +105,11 @@ def _ip(*arguments: str) -> None:
     _run("ip", *arguments)
 
 
-def _run(*command: str) -> None:
+def _run(*command: str) -> str:
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=30)
     if done.returncode:
         raise click.ClickException(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout
 
 
 def tune(network: Network, path: Path, environment: Mapping[str, str]) -> None:
@@ -103,19 +119,19 @@ def tune(network: Network, path: Path, environment: Mapping[str, str]) -> None:
         port = str(unused_port())
         for rank in (0, 1):
             command = [
-                *network.inside(rank),
+                *network.inside(rank * network.ranks_per_host),
                 sys.executable,
                 "-m",
                 "asyncdist",
                 "tune",
                 "--links",
                 "--transport",
-                "tcp",
+                network.transport,
             ]
             place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": network.address(0), "MASTER_PORT": port}
             children.append(
                 Child(
-                    [*network.inside(rank), *command, "--seconds", f"{TUNE_S:g}", "--output", str(path)],
+                    [*command, "--seconds", f"{TUNE_S:g}", "--output", str(path)],
                     environment={**environment, **place, "PYTHONPATH": str(ROOT)},
                 )
             )
@@ -126,13 +142,18 @@ def tune(network: Network, path: Path, environment: Mapping[str, str]) -> None:
 
 
 def candidates(network: Network, tuning: Path, environment: Mapping[str, str]) -> tuple[Candidate, ...]:
-    """asyncdist as it is and tuned, and gloo, on the hosts of `network`, one rank each."""
-    own = {"ASYNCDIST_TUNING": "off", **environment}
-    found = (
-        (ASYNCDIST_TCP, "asyncdist", own),
-        (ASYNCDIST_TCP, "asyncdist tuned", {**own, "ASYNCDIST_TUNING": str(tuning)}),
+    """asyncdist as it is and tuned, and gloo, on the hosts of `network`."""
+    local, world = network.ranks_per_host, len(network.names) * network.ranks_per_host
+    launched = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(local)}  # as a launcher says it
+    own = {"ASYNCDIST_TUNING": "off", **launched, **environment}
+    ours = asyncdist("asyncdist", network.transport)
+    found = [
+        (ours, "asyncdist", own),
+        (ours, "asyncdist tuned", {**own, "ASYNCDIST_TUNING": str(tuning)}),
         (GLOO, "gloo", {"GLOO_SOCKET_IFNAME": DEVICE}),
-    )
+    ]
+    if network.ranks_per_host > 1:
+        found.insert(2, (ours, "ring over all ranks", {**own, "ASYNCDIST_ALGO": "all_reduce:ring"}))
     return tuple(
         dataclasses.replace(
             candidate,
@@ -154,7 +175,27 @@ def cases(operations: tuple[str, ...], sizes: tuple[int, ...], profile: Profile)
     ]
 
 
-def table(cells: list[Cell], megabits: int) -> Table:
+def crossing_bytes(case: Case, hosts: int, ranks_per_host: int) -> float:
+    """What each host must send to the others, at least."""
+    if case.operation == "all_to_all":
+        return ranks_per_host * case.nbytes * (hosts - 1) / hosts
+    return case.nbytes * OPERATIONS[case.operation].bus_factor(hosts)
+
+
+def count_bytes(network: Network, candidate: Candidate, case: Case) -> float:
+    """Bytes that the busiest host sends in one operation, headers included."""
+    session = Session(candidate, len(network.names) * network.ranks_per_host)
+    try:
+        counted = dataclasses.replace(case, samples=COUNTED, warmup=0)
+        session.measure(counted)  # connections are made
+        before = network.sent_bytes()
+        session.measure(counted)
+        return max(after - sent for after, sent in zip(network.sent_bytes(), before, strict=True)) / COUNTED
+    finally:
+        session.close()
+
+
+def table(cells: list[Cell], megabits: int, ranks_per_host: int) -> Table:
     """Times, and the share of the cable that they use."""
     found = Table(title=f"{megabits} Mbit/s between hosts, p50, and the share of a cable that is used")
     found.add_column("case")
@@ -163,7 +204,8 @@ def table(cells: list[Cell], megabits: int) -> Table:
     for name in names:
         found.add_column(name, justify="right")
     for cell in cells:
-        moved_bytes = cell.case.nbytes * OPERATIONS[cell.case.operation].bus_factor(cell.ranks)
+        hosts = cell.ranks // ranks_per_host
+        moved_bytes = crossing_bytes(cell.case, hosts, ranks_per_host)
         row = []
         for name in names:
             measurement = cell.measurements[name]
@@ -173,31 +215,60 @@ def table(cells: list[Cell], megabits: int) -> Table:
             share = moved_bytes / measurement.p50_s() / (megabits * 125e3)
             wrong = f", {measurement.wrong} wrong" if measurement.wrong else ""
             row.append(f"{show_seconds(measurement.p50_s())}, {share:.0%}{wrong}")
-        found.add_row(f"{cell.case.operation} {show_bytes(cell.case.nbytes)}", str(cell.ranks), *row)
+        found.add_row(f"{cell.case.operation} {show_bytes(cell.case.nbytes)}", str(hosts), *row)
+    return found
+
+
+def bytes_table(network: Network, tuning: Path, environment: Mapping[str, str], counted: list[Case]) -> Table:
+    """What leaves the busiest host, and how much more that is than it has to send."""
+    hosts = len(network.names)
+    found = Table(title=f"sent by the busiest of {hosts} hosts with {network.ranks_per_host} ranks each, of the least")
+    found.add_column("case")
+    used = [candidate for candidate in candidates(network, tuning, environment) if candidate.missing() is None]
+    for candidate in used:
+        found.add_column(candidate.name, justify="right")
+    for case in counted:
+        least = crossing_bytes(case, hosts, network.ranks_per_host)
+        sent = [count_bytes(network, candidate, case) for candidate in used]
+        shown = (f"{show_bytes(int(number))}, {number / least:.2f}x" for number in sent)
+        found.add_row(f"{case.operation} {show_bytes(case.nbytes)}", *shown)
     return found
 
 
 @click.command()
 @click.option("--hosts", type=click.IntRange(min=2, max=64), default=4, show_default=True)
+@click.option("--ranks-per-host", type=click.IntRange(min=1, max=64), default=1, show_default=True)
+@click.option("--bytes", "counts", is_flag=True, help="Count what leaves the busiest host, instead of times.")
 @click.option("--rate", "megabits", type=click.IntRange(min=1, max=100_000), default=200, show_default=True)
 @click.option(
     "--operations", type=ListOf(click.Choice(sorted(set(OPERATIONS) - {"barrier"}))), default="all_reduce,all_to_all"
 )
 @click.option("--sizes", type=ListOf(BYTES), default="64KiB,256KiB,1MiB,16MiB", show_default=True)
 @click.option("--profile", type=click.Choice(list(PROFILES)), default="promises", show_default=True)
-def main(hosts: int, megabits: int, operations: tuple[str, ...], sizes: tuple[int, ...], profile: str) -> None:
-    """Measure collectives between HOSTS network namespaces, one rank each, whose cables carry RATE Mbit/s."""
+def main(
+    hosts: int,
+    ranks_per_host: int,
+    counts: bool,
+    megabits: int,
+    operations: tuple[str, ...],
+    sizes: tuple[int, ...],
+    profile: str,
+) -> None:
+    """Measure collectives between HOSTS network namespaces whose cables carry RATE Mbit/s."""
     if sys.platform != "linux" or os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
         raise SystemExit("needs Linux, root, and iproute2's ip and tc, to make network namespaces")
     chosen = PROFILES[profile]
     environment = {"ASYNCDIST_TOKEN": secrets.token_hex()}
-    with Network(hosts, megabits) as network, tempfile.TemporaryDirectory(prefix="bench-") as folder:
+    with Network(hosts, megabits, ranks_per_host) as network, tempfile.TemporaryDirectory(prefix="bench-") as folder:
         tuning = Path(folder) / "tuning.json"
         tune(network, tuning, environment)
+        if counts:
+            Console(width=120).print(bytes_table(network, tuning, environment, cases(operations, sizes, chosen)))
+            return
         subject = Subject(
             "hosts",
             "Between hosts",
-            (hosts,),
+            (hosts * ranks_per_host,),
             lambda used: cases(operations, sizes, used),
             candidates(network, tuning, environment),
             modes=("free",),
@@ -205,7 +276,7 @@ def main(hosts: int, megabits: int, operations: tuple[str, ...], sizes: tuple[in
         )
         with Bar(Console(stderr=True)) as bar:
             cells = run_subject(subject, dataclasses.replace(chosen, neighbors=True), progress=bar.line)
-    Console(width=120).print(table(cells, megabits))
+    Console(width=120).print(table(cells, megabits, ranks_per_host))
     if any(measurement.wrong for cell in cells for measurement in cell.measurements.values()):
         raise SystemExit("wrong results")
 

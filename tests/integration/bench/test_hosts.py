@@ -43,6 +43,19 @@ def test_hosts_are_measured_and_removed(monkeypatch):
 
 
 @pytest.mark.usefixtures("needs_namespaces")
+def test_what_leaves_a_host_is_counted(monkeypatch):
+    """Two ranks a host: what knows hosts sends half of the vector twice, and a ring over all ranks half as much again."""
+    monkeypatch.setattr(hosts, "TUNE_S", 0.3)
+    command = ["--hosts", "2", "--ranks-per-host", "2", "--operations", "all_reduce", "--sizes", "4MiB", "--bytes"]
+    done = CliRunner().invoke(hosts.main, command)
+    assert done.exit_code == 0, done.output
+    row = next(line for line in done.output.splitlines() if "4 MiB" in line)
+    own, _tuned, ring = (float(cell.split(",")[1].strip(" x")) for cell in row.split("│")[2:5])
+    assert 1.0 <= own < 1.3 < ring
+    assert not namespaces()
+
+
+@pytest.mark.usefixtures("needs_namespaces")
 def test_a_network_that_cannot_be_made_leaves_nothing():
     with pytest.raises(hosts.click.ClickException, match="tc"), hosts.Network(2, 0):
         pass
