@@ -44,7 +44,7 @@ def test_hosts_are_measured_and_removed(monkeypatch):
 
 @pytest.mark.usefixtures("needs_namespaces")
 def test_what_leaves_a_host_is_counted(monkeypatch):
-    """Two ranks a host: what knows hosts sends half of the vector twice, and a ring over all ranks half as much again."""
+    """Of two ranks a host: a ring over all ranks, which does not know hosts, sends half as much again."""
     monkeypatch.setattr(hosts, "TUNE_S", 0.3)
     command = ["--hosts", "2", "--ranks-per-host", "2", "--operations", "all_reduce", "--sizes", "4MiB", "--bytes"]
     done = CliRunner().invoke(hosts.main, command)
