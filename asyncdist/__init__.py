@@ -131,6 +131,8 @@ from asyncdist.errors import (
 from asyncdist.group.methods.streams import ChunkStream, StreamChunk
 from asyncdist.group.non_member import NonMember
 from asyncdist.group.process_group import ProcessGroup
+from asyncdist.group.survivors import RankLost
+from asyncdist.group.team import Reduced, Team
 from asyncdist.init import init_process_group
 from asyncdist.launch.spawn import spawn
 from asyncdist.store import (
@@ -184,7 +186,9 @@ __all__ = [
     "PrefixStore",
     "ProcessGroup",
     "QueueEmptyError",
+    "RankLost",
     "ReduceOp",
+    "Reduced",
     "RemoteProtocolError",
     "Store",
     "StoreLimitError",
@@ -192,6 +196,7 @@ __all__ = [
     "StreamChunk",
     "TCPStore",
     "TLSConfig",
+    "Team",
     "WaitTimeoutError",
     "Watch",
     "WatchCompactedError",
