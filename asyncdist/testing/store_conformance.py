@@ -15,27 +15,116 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import Awaitable, Callable
+import inspect
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, TypeAlias, TypeVar
 
 from asyncdist.errors import ClosedError, DistStoreError, QueueEmptyError, StoreTimeoutError
-from asyncdist.testing.conformance_tools import (
-    LONG_S,
-    SHORT_S,
-    OpenStore,
-    StoreCheck,
-    checks_of,
-    clients,
-    expect,
-    expect_none,
-    expect_pending,
-    expect_raises,
-    expect_refused,
-    task,
-)
+from asyncdist.store.base import Store
 
-__all__ = ["STORE_CHECKS", "OpenStore", "StoreCheck"]
+__all__ = [
+    "LONG_S",
+    "SHORT_S",
+    "STORE_CHECKS",
+    "OpenStore",
+    "StoreCheck",
+    "checks_of",
+    "clients",
+    "expect",
+    "expect_none",
+    "expect_pending",
+    "expect_raises",
+    "expect_refused",
+    "task",
+]
+
+OpenStore: TypeAlias = Callable[[], Awaitable[Store]]
+"""Opens one more client of the store under check."""
+
+StoreCheck: TypeAlias = Callable[[OpenStore], Awaitable[None]]
+
+
+SHORT_S: Final = 0.05
+"""A time-out that is meant to expire."""
+
+LONG_S: Final = 20.0
+"""A time-out that only a store that hangs reaches."""
+
+
+T = TypeVar("T")
+
+E = TypeVar("E", bound=BaseException)
+
+
+def checks_of(module: str, *parameters: str) -> tuple[Any, ...]:
+    """The public functions of `module` with exactly these parameters, in the order of lines; called at its end."""
+    functions = filter(inspect.isfunction, vars(sys.modules[module]).values())
+    return tuple(
+        function
+        for function in functions
+        if function.__module__ == module
+        and not function.__name__.startswith("_")
+        and tuple(inspect.signature(function).parameters) == parameters
+    )
+
+
+def expect_refused(kind: type[Exception], *calls: Callable[[], object]) -> None:
+    """Raise AssertionError unless each of `calls` raises `kind` at the call."""
+    for call in calls:
+        try:
+            call()
+        except kind:
+            continue
+        raise AssertionError(f"expected a {kind.__name__} at the call")
+
+
+@asynccontextmanager
+async def clients(open_store: OpenStore, count: int) -> AsyncIterator[list[Store]]:
+    """Open `count` clients of one store and close them at the end; nothing may take longer than `LONG_S`."""
+    async with AsyncExitStack() as stack, asyncio.timeout(LONG_S):
+        yield [await stack.enter_async_context(await open_store()) for _ in range(count)]
+
+
+def expect(actual: object, expected: object) -> None:
+    """Raise AssertionError unless both are equal and of one type."""
+    if type(actual) is not type(expected) or actual != expected:
+        raise AssertionError(f"expected {expected!r}, got {actual!r}")
+
+
+async def expect_none(awaitable: Awaitable[object]) -> None:
+    """Raise AssertionError unless `awaitable` gives None."""
+    expect(await awaitable, None)
+
+
+async def expect_raises(kind: type[E], call: Callable[[], Awaitable[Any]]) -> E:
+    """Return the exception of type `kind` that `call()`, or awaiting what it returns, raises."""
+    try:
+        result = await call()
+    except kind as error:
+        return error
+    raise AssertionError(f"expected {kind.__name__}, got the result {result!r}")
+
+
+def task(awaitable: Awaitable[T]) -> asyncio.Future[T]:
+    """Start waiting for `awaitable` without waiting here."""
+    return asyncio.ensure_future(awaitable)
+
+
+async def expect_pending(future: asyncio.Future[Any], store: Store) -> None:
+    """Raise AssertionError if `future` is done although all that `store` was asked has had time to be answered.
+
+    Two round trips: the first makes sure that a request issued before it was seen, the second that an answer would have
+    come back.
+    """
+    for _ in range(2):
+        await asyncio.sleep(0)
+        await store.check([])
+        await store.num_keys()
+    if future.done():
+        raise AssertionError(f"expected to be waiting, got {future!r}")
 
 
 LARGE_VALUE_BYTES: Final = 3_000_001
@@ -470,5 +559,5 @@ async def close_ends_waiting(open_store: OpenStore) -> None:
         expect(await b.queue_pop("q"), b"item")  # not in vain, though a daemon may hear of the push before the end
 
 
-STORE_CHECKS: Final[tuple[StoreCheck, ...]] = checks_of(__name__)
+STORE_CHECKS: Final[tuple[StoreCheck, ...]] = checks_of(__name__, "open_store")
 """Every check; each takes an `OpenStore` of a store that is empty."""

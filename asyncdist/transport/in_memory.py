@@ -261,7 +261,7 @@ class _Peer:
 
 
 class MemoryMesh(BaseMesh):
-    """The methods are those of `Mesh`, and so is what they promise; `MESH_CHECKS` of asyncdist.testing test both.
+    """The methods are those of `Mesh`, and so is what they promise; `tests/kits/transport_conformance.py` tests both.
 
     Ranks wait for each other without limit: one that never calls `listen` is never found, but not lost either.
     """

@@ -23,7 +23,7 @@ from asyncdist.arrays.reduce_op import PremulSum, ReduceOp, ReduceOpLike
 from asyncdist.arrays.reduction import prepare, validate
 from asyncdist.cuda.interface import MAX_SOURCES, Runtime
 from asyncdist.errors import DistBackendError
-from asyncdist.testing.conformance_tools import checks_of, expect_refused
+from asyncdist.testing.store_conformance import checks_of, expect_refused
 
 __all__ = ["CUDA_CHECKS", "CudaCheck"]
 
@@ -284,4 +284,4 @@ def _defined(op: ReduceOpLike, dtype: np.dtype[np.generic]) -> bool:
     return True
 
 
-CUDA_CHECKS: Final[tuple[CudaCheck, ...]] = checks_of(__name__)
+CUDA_CHECKS: Final[tuple[CudaCheck, ...]] = checks_of(__name__, "runtime")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from asyncdist.testing.linearizability import UNKNOWN, Operation
+from linearizability import UNKNOWN, Operation
 
 
 def op(called_at: float, returned_at: float, name: str, *arguments: Any, to: Any = None, **others: Any) -> Operation:

@@ -15,7 +15,7 @@ from asyncdist.arrays.reduce_op import ReduceOp
 from asyncdist.cuda.interface import Runtime, Stream
 from asyncdist.cuda.nccl_interface import Communicator, Nccl
 from asyncdist.errors import DistBackendError
-from asyncdist.testing.conformance_tools import checks_of, expect_refused
+from asyncdist.testing.store_conformance import checks_of, expect_refused
 
 __all__ = ["NCCL_CHECKS", "NcclCheck"]
 
@@ -198,4 +198,4 @@ def _check_reduction(
         assert np.allclose(result.astype(np.complex128), reduced(op, arrays).astype(np.complex128)), f"{op} of {dtype}"
 
 
-NCCL_CHECKS: Final[tuple[NcclCheck, ...]] = checks_of(__name__)
+NCCL_CHECKS: Final[tuple[NcclCheck, ...]] = checks_of(__name__, "runtime", "nccl")

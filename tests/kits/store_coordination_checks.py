@@ -14,7 +14,7 @@ from asyncdist.errors import (
     WatchCompactedError,
 )
 from asyncdist.store.watch import Watch
-from asyncdist.testing.conformance_tools import (
+from asyncdist.testing.store_conformance import (
     SHORT_S,
     OpenStore,
     StoreCheck,
@@ -358,5 +358,5 @@ async def wrong_coordination_is_refused_at_the_call(open_store: OpenStore) -> No
         expect_refused(ValueError, *values)
 
 
-COORDINATION_CHECKS: Final[tuple[StoreCheck, ...]] = checks_of(__name__)
+COORDINATION_CHECKS: Final[tuple[StoreCheck, ...]] = checks_of(__name__, "open_store")
 """Each takes an `OpenStore`, as those of `STORE_CHECKS`."""

@@ -6,9 +6,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from linearizability import History, check_history
+from store_models import RegisterModel
+
 from asyncdist.store.watch import WatchEvent
-from asyncdist.testing.linearizability import History, check_history
-from asyncdist.testing.store_models import RegisterModel
 
 __all__ = ["Ledger", "Round", "Watched"]
 

@@ -7,13 +7,13 @@ import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
+from linearizability import REFUSED, UNKNOWN, Operation
 from sim_store_client import Asked, SimulatedClient
 from sim_store_ledger import Round, Watched
 
 from asyncdist.errors import DistError, LeaseLostError, WatchCompactedError
 from asyncdist.store.lease import Lease
 from asyncdist.store.watch import Watch
-from asyncdist.testing.linearizability import REFUSED, UNKNOWN, Operation
 
 __all__ = ["run_track"]
 

@@ -8,10 +8,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from linearizability import UNKNOWN, Model, Operation, check_history
 from proof_load import Recorded
-
-from asyncdist.testing.linearizability import UNKNOWN, Model, Operation, check_history
-from asyncdist.testing.store_models import LockModel, LogModel, QueueModel, RegisterModel
+from store_models import LockModel, LogModel, QueueModel, RegisterModel
 
 MAX_STEPS = 1_000_000
 """Bound of the search for one key. Histories of a store that does what it should need about one step per operation, and

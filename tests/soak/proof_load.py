@@ -10,9 +10,10 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from linearizability import REFUSED, UNKNOWN, History, Operation
+
 from asyncdist.errors import ClosedError, DistStoreError, QueueEmptyError, StoreTimeoutError
 from asyncdist.store import TCPStore
-from asyncdist.testing.linearizability import REFUSED, UNKNOWN, History, Operation
 
 REGISTERS = 3
 COUNTERS = 2

@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from chaos_proxy import Chaos, ChaosProxy, chaos_proxy
 from daemon_process import DaemonProcess
 from proof_audit import Findings, count_lost_and_twice, count_lost_of_relaxed, judge
 from proof_load import COUNTERS, LOGS, QUEUES, REGISTERS, STUCK_S, LoadClient, Recorded
@@ -19,7 +20,6 @@ from proof_watch import SENTINEL, Watcher, problems_of
 from asyncdist.errors import DistStoreError, QueueEmptyError
 from asyncdist.store import TCPStore
 from asyncdist.store.lease import Lease
-from asyncdist.testing.chaos_proxy import Chaos, ChaosProxy, chaos_proxy
 
 CLIENTS = 8
 HASTY_TIMEOUT_S = 0.25

@@ -9,10 +9,11 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from linearizability import UNKNOWN, Operation
+
 from asyncdist.errors import WatchCompactedError
 from asyncdist.store import TCPStore
 from asyncdist.store.watch import WatchEvent
-from asyncdist.testing.linearizability import UNKNOWN, Operation
 
 SENTINEL = "sentinel"
 

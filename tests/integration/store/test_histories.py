@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from chaos_proxy import Chaos
 from daemon_process import DaemonProcess
 from proof_audit import Findings
 from proof_rounds import MODES, Mode, Round, daemon_in, relaxed_round
-
-from asyncdist.testing.chaos_proxy import Chaos
 
 ANSWERS = 400
 MOST_ROUNDS = 20

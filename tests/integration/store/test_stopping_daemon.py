@@ -9,7 +9,7 @@ from jobs import free_port
 
 from asyncdist.errors import DistStoreError
 from asyncdist.store import TCPStore
-from asyncdist.testing.conformance_tools import expect_pending, task
+from asyncdist.testing.store_conformance import expect_pending, task
 from asyncdist_server import ServerConfig, StoreServer, serve
 from asyncdist_server.engine.session import Session
 

@@ -18,7 +18,7 @@ from waiting import eventually
 from asyncdist.errors import ClosedError, ConnectTimeoutError, DistStoreError
 from asyncdist.store import TCPStore
 from asyncdist.store.dialer import SILENT_CLOSES
-from asyncdist.testing.conformance_tools import task
+from asyncdist.testing.store_conformance import task
 from asyncdist_server.serving.threaded import ThreadedServer, serve_in_thread
 from asyncdist_server.wire.auth import new_token
 

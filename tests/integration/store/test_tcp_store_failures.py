@@ -17,7 +17,7 @@ from store_proxy import cutting_proxy
 from asyncdist.errors import ClosedError, DistStoreError, StoreLimitError, StoreTimeoutError
 from asyncdist.store import TCPStore
 from asyncdist.store.dialer import SILENT_CLOSES
-from asyncdist.testing.conformance_tools import expect_pending, task
+from asyncdist.testing.store_conformance import expect_pending, task
 from asyncdist_server.serving.config import ServerConfig
 from asyncdist_server.serving.daemon import serve
 from asyncdist_server.serving.threaded import ThreadedServer, serve_in_thread

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
+from transport_conformance import MESH_CHECKS, MeshCheck
 
-from asyncdist.testing.transport_conformance import MESH_CHECKS, MeshCheck
 from asyncdist.transport.addresses import PeerAddress
 from asyncdist.transport.base_mesh import MeshOwner
 from asyncdist.transport.config import TransportConfig

@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
+from transport_conformance import MESH_CHECKS, MeshCheck, OpenMeshes
 
-from asyncdist.testing.conformance_tools import OpenMeshes
 from asyncdist.testing.loop import VirtualTimeLoop
-from asyncdist.testing.transport_conformance import MESH_CHECKS, MeshCheck
 from asyncdist.transport.base_mesh import MeshOwner
 from asyncdist.transport.in_memory import MemoryMesh, MemoryNetwork
 

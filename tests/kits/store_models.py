@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Hashable
 from typing import Any, Final
 
-from asyncdist.testing.linearizability import IMPOSSIBLE, REFUSED, UNKNOWN, Model, Operation, Pairs
+from linearizability import IMPOSSIBLE, REFUSED, UNKNOWN, Model, Operation, Pairs
 
 __all__ = ["LockModel", "LogModel", "QueueModel", "RegisterModel"]
 

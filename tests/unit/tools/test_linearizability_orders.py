@@ -10,9 +10,8 @@ from fewer_cases import examples
 from history_kit import op
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from asyncdist.testing.linearizability import IMPOSSIBLE, UNKNOWN, Model, Operation, check_history
-from asyncdist.testing.store_models import QueueModel, RegisterModel
+from linearizability import IMPOSSIBLE, UNKNOWN, Model, Operation, check_history
+from store_models import QueueModel, RegisterModel
 
 REGISTER_CALLS = (
     ("set", (b"1",), None),

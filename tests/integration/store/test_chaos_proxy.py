@@ -8,8 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-
-from asyncdist.testing.chaos_proxy import Chaos, chaos_proxy
+from chaos_proxy import Chaos, chaos_proxy
 
 DATA = bytes(range(256)) * 400
 PIECE_BYTES = 1024

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 from history_kit import op
-
-from asyncdist.testing.linearizability import (
+from linearizability import (
     IMPOSSIBLE,
     QUICK_STEPS,
     REFUSED,
@@ -21,7 +20,7 @@ from asyncdist.testing.linearizability import (
     Operation,
     check_history,
 )
-from asyncdist.testing.store_models import LockModel, LogModel, QueueModel, RegisterModel
+from store_models import LockModel, LogModel, QueueModel, RegisterModel
 
 
 def verdict(model: Model, operations: Sequence[Operation]) -> str:
