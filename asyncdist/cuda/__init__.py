@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from asyncdist.cuda.interface import Event, Memory, Pinned, Runtime, Stream
-from asyncdist.cuda.nccl_interface import Communicator, Nccl
+from asyncdist.cuda.interface import Communicator, Event, Memory, Nccl, Pinned, Runtime, Stream
 from asyncdist.cuda.provider import Provider, find, override, reason, visible
 
 __all__ = [

@@ -24,13 +24,11 @@ from functools import lru_cache
 from typing import Any, Final
 
 import cupy
-import numpy as np
 from cupy.cuda import runtime
 
 from asyncdist.arrays.reduce_op import PremulSum, ReduceOp
-from asyncdist.cuda.cupy_driver import calling, failed
-from asyncdist.cuda.interface import Stream
-from asyncdist.cuda.nccl_interface import Communicator, Nccl, NcclType, reduction, refusal
+from asyncdist.cuda.cupy_runtime import calling, failed
+from asyncdist.cuda.interface import Communicator, Dtype, Nccl, NcclType, Op, Stream, reduction, refusal
 from asyncdist.errors import DistBackendError
 
 with warnings.catch_warnings():
@@ -38,9 +36,6 @@ with warnings.catch_warnings():
     from cupy.cuda import nccl as binding
 
 __all__ = ["CupyNccl"]
-
-SPLIT_VERSION: Final = 21801
-"""The first NCCL with ncclCommSplit."""
 
 _BYTES: Final = int(NcclType.UINT8)
 
@@ -79,56 +74,35 @@ class _Communicator(Communicator):
         self._lock = threading.Lock()
         _keep(raw)
 
-    def all_reduce(
-        self, source: int, target: int, count: int, dtype: np.dtype[Any], op: ReduceOp | PremulSum, stream: Stream
-    ) -> None:
+    def all_reduce(self, source: int, target: int, count: int, dtype: Dtype, op: Op, stream: Stream) -> None:
         kind, operation, factor = _native(dtype, op, self._version, self.size)
         self._issue(
             "ncclAllReduce", self._raw.allReduce, source, target, count * factor, kind, operation, stream.handle
         )
 
-    def reduce(
-        self,
-        source: int,
-        target: int,
-        count: int,
-        dtype: np.dtype[Any],
-        op: ReduceOp | PremulSum,
-        root: int,
-        stream: Stream,
-    ) -> None:
+    def reduce(self, source: int, target: int, count: int, dtype: Dtype, op: Op, root: int, stream: Stream) -> None:
         kind, operation, factor = _native(dtype, op, self._version, self.size)
         self._issue(
             "ncclReduce", self._raw.reduce, source, target, count * factor, kind, operation, root, stream.handle
         )
 
-    def broadcast(self, source: int, target: int, count: int, dtype: np.dtype[Any], root: int, stream: Stream) -> None:
-        self._issue(
-            "ncclBroadcast",
-            self._raw.broadcast,
-            source or target,
-            target,
-            count * dtype.itemsize,
-            _BYTES,
-            root,
-            stream.handle,
-        )
+    def broadcast(self, source: int, target: int, count: int, dtype: Dtype, root: int, stream: Stream) -> None:
+        nbytes = count * dtype.itemsize
+        self._issue("ncclBroadcast", self._raw.broadcast, source or target, target, nbytes, _BYTES, root, stream.handle)
 
-    def all_gather(self, source: int, target: int, count: int, dtype: np.dtype[Any], stream: Stream) -> None:
+    def all_gather(self, source: int, target: int, count: int, dtype: Dtype, stream: Stream) -> None:
         self._issue("ncclAllGather", self._raw.allGather, source, target, count * dtype.itemsize, _BYTES, stream.handle)
 
-    def reduce_scatter(
-        self, source: int, target: int, count: int, dtype: np.dtype[Any], op: ReduceOp | PremulSum, stream: Stream
-    ) -> None:
+    def reduce_scatter(self, source: int, target: int, count: int, dtype: Dtype, op: Op, stream: Stream) -> None:
         kind, operation, factor = _native(dtype, op, self._version, self.size)
         self._issue(
             "ncclReduceScatter", self._raw.reduceScatter, source, target, count * factor, kind, operation, stream.handle
         )
 
-    def send(self, source: int, count: int, dtype: np.dtype[Any], peer: int, stream: Stream) -> None:
+    def send(self, source: int, count: int, dtype: Dtype, peer: int, stream: Stream) -> None:
         self._issue("ncclSend", self._raw.send, source, count * dtype.itemsize, _BYTES, peer, stream.handle)
 
-    def recv(self, target: int, count: int, dtype: np.dtype[Any], peer: int, stream: Stream) -> None:
+    def recv(self, target: int, count: int, dtype: Dtype, peer: int, stream: Stream) -> None:
         self._issue("ncclRecv", self._raw.recv, target, count * dtype.itemsize, _BYTES, peer, stream.handle)
 
     def async_error(self) -> str:
@@ -158,14 +132,6 @@ class _Communicator(Communicator):
             self._raw.destroy()
         _release(self._raw)
 
-    def split(self, color: int, key: int) -> Communicator | None:
-        self._check()
-        with calling("ncclCommSplit", self.device):
-            raw = self._raw.commSplit(color, key)
-            if raw is None:
-                return None
-            return _Communicator(raw, raw.rank_id(), raw.size(), self.device, self._version)
-
     def _issue(self, what: str, function: Callable[..., object], *arguments: Any) -> None:
         """NCCL launches on the thread's current device, which must be the communicator's."""
         if self._state != "open":
@@ -185,7 +151,7 @@ class _Communicator(Communicator):
 
 
 @lru_cache(maxsize=256)
-def _native(dtype: np.dtype[Any], op: ReduceOp | PremulSum, version: int, size: int) -> tuple[int, int, int]:
+def _native(dtype: Dtype, op: Op, version: int, size: int) -> tuple[int, int, int]:
     """NCCL's type, its operation, and how many of its elements make one of `dtype`; DistBackendError if it has none."""
     reason = refusal(dtype, op, version)
     if reason:
@@ -214,7 +180,6 @@ class CupyNccl(Nccl):
         if not binding.available:
             raise DistBackendError("NCCL is not installed (pip install nvidia-nccl-cu12 or nvidia-nccl-cu13)")
         self._version = int(binding.get_version())
-        self.can_split = self._version >= SPLIT_VERSION and hasattr(binding.NcclCommunicator, "commSplit")
         major, minor, patch = self._version // 10000, self._version // 100 % 100, self._version % 100
         self.name = f"NCCL {major}.{minor}.{patch} through cupy {cupy.__version__}"
 
@@ -249,6 +214,6 @@ class CupyNccl(Nccl):
         with calling("ncclGroupEnd"):
             binding.groupEnd()
 
-    def refusal(self, dtype: np.dtype[Any], op: ReduceOp | PremulSum, device: int) -> str:
+    def refusal(self, dtype: Dtype, op: Op, device: int) -> str:
         """See Nccl."""
         return refusal(dtype, op, self._version, _capability(device))

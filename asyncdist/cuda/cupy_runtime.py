@@ -1,7 +1,7 @@
-"""CUDA's runtime through cupy.
+"""CUDA's runtime through cupy, and the few functions of the driver that cupy does not offer.
 
-Streams and events are raw handles, not cupy's objects: `cupy.cuda.Event.done` takes a device's failure for "not yet",
-`ExternalStream` is deprecated, and a cupy stream would be destroyed by whichever thread collects garbage.
+Streams and events are raw handles, not cupy's objects. `cupy.cuda.Event.done` takes a device's failure for "not yet",
+`ExternalStream` is deprecated, and cupy destroys a stream in whichever thread collects garbage.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import ctypes
 import threading
 from collections.abc import Sequence
 from functools import lru_cache
+from types import TracebackType
 from typing import Any, Final
 
 import cupy
@@ -17,12 +18,12 @@ import numpy as np
 from cupy.cuda import runtime
 
 from asyncdist.arrays.reduce_op import ReduceOp
-from asyncdist.cuda.cupy_driver import address_range, calling, close_ipc, device_uuid, failed
-from asyncdist.cuda.interface import MAX_SOURCES, Event, Memory, Pinned, Runtime, Stream
+from asyncdist.cuda.interface import MAX_SOURCES, Dtype, Event, Memory, Pinned, Runtime, Stream
 from asyncdist.cuda.kernels import OPTIONS, PACK_BYTES, reduce_source, scale_source
+from asyncdist.cuda.provider import DRIVER_LIBRARY
 from asyncdist.errors import DistBackendError
 
-__all__ = ["CupyRuntime"]
+__all__ = ["CupyRuntime", "calling", "failed"]
 
 NOT_READY: Final = 600
 """cudaErrorNotReady, which cudaEventQuery returns rather than fails with."""
@@ -33,9 +34,52 @@ DEVICE_MEMORY: Final = (2, 3)
 BLOCK_BYTES: Final = 2 << 20
 """What is smaller CUDA cuts from blocks of this size, and opening an IPC handle gives the others the whole block."""
 
+UUID_BYTES: Final = 16
+
 BLOCK_THREADS: Final = 512
 BLOCKS_PER_MULTIPROCESSOR: Final = 4
 """Enough to keep the memory of any device busy: 2,048 threads are all that a multiprocessor holds."""
+
+
+class calling:
+    """`with calling("cudaMalloc", device):` makes `device`, if not None, this thread's current device in the block.
+
+    What cupy raises in the block becomes a DistBackendError that says which call failed. Functions that every operation
+    calls several times first compare their device with the current device by themselves, which costs less.
+    """
+
+    __slots__ = ("_before", "_device", "_what")
+
+    def __init__(self, what: str, device: int | None = None) -> None:
+        self._what = what
+        self._device = self._before = device
+
+    def __enter__(self) -> None:
+        device = self._device
+        if device is not None:
+            try:
+                self._before = runtime.getDevice()
+                if self._before != device:
+                    runtime.setDevice(device)
+            except Exception as error:
+                raise failed(self._what, error) from error
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._before != self._device:
+            try:
+                runtime.setDevice(self._before)
+            except Exception as failure:
+                error = error or failure
+        # CUDARuntimeError, CUDADriverError, NcclError, KeyError for codes that cupy does not know
+        if isinstance(error, Exception) and not isinstance(error, DistBackendError):
+            raise failed(self._what, error) from error
+
+
+def failed(what: str, error: BaseException) -> DistBackendError:
+    """What cupy raised while `what` was being done, as ours."""
+    return DistBackendError(f"{what} failed: {error if str(error) else type(error).__name__}")
 
 
 class _Stream(Stream):
@@ -157,14 +201,6 @@ class CupyRuntime(Runtime):
         """See Runtime."""
         return device_uuid(device)
 
-    def peer_access(self, device: int, other_id: str) -> bool:
-        """See Runtime."""
-        if other_id == self.device_id(device):
-            return True
-        with calling("cudaDeviceCanAccessPeer"):
-            others = [other for other in range(runtime.getDeviceCount()) if device_uuid(other) == other_id]
-            return any(runtime.deviceCanAccessPeer(device, other) for other in others)
-
     def pointer_device(self, pointer: int) -> int | None:
         """See Runtime."""
         with calling("cudaPointerGetAttributes"):
@@ -262,7 +298,7 @@ class CupyRuntime(Runtime):
             close_ipc(pointer)
 
     def reduce(
-        self, op: ReduceOp, dtype: np.dtype[Any], target: int, sources: Sequence[int], count: int, stream: Stream
+        self, op: ReduceOp, dtype: Dtype, target: int, sources: Sequence[int], count: int, stream: Stream
     ) -> None:
         """See Runtime."""
         kernel = _reduce_kernel(op, dtype, len(sources))
@@ -274,7 +310,7 @@ class CupyRuntime(Runtime):
         self._launch(kernel, max(packs, count - packs * PACK_BYTES // dtype.itemsize), _words(numbers), stream)
 
     def scale(
-        self, dtype: np.dtype[Any], target: int, source: int, factor: float | complex, count: int, stream: Stream
+        self, dtype: Dtype, target: int, source: int, factor: float | complex, count: int, stream: Stream
     ) -> None:
         """See Runtime."""
         kernel = _scale_kernel(dtype)
@@ -284,13 +320,13 @@ class CupyRuntime(Runtime):
             parts = np.float64(complex(factor).real), np.float64(complex(factor).imag)
             self._launch(kernel, count, (*_words((target, source, count)), *parts), stream)
 
-    def prepare_reduce(self, op: ReduceOp, dtype: np.dtype[Any], sources: int, device: int) -> None:
+    def prepare_reduce(self, op: ReduceOp, dtype: Dtype, sources: int, device: int) -> None:
         """See Runtime."""
         kernel = _reduce_kernel(op, dtype, sources)
         with calling("compiling a kernel", device):
             _ = kernel.kernel
 
-    def prepare_scale(self, dtype: np.dtype[Any], device: int) -> None:
+    def prepare_scale(self, dtype: Dtype, device: int) -> None:
         """See Runtime."""
         kernel = _scale_kernel(dtype)
         with calling("compiling a kernel", device):
@@ -316,7 +352,7 @@ def _others_stream(handle: int, device: int) -> _Stream:
 
 
 @lru_cache(maxsize=256)
-def _reduce_kernel(op: ReduceOp, dtype: np.dtype[Any], sources: int) -> Any:
+def _reduce_kernel(op: ReduceOp, dtype: Dtype, sources: int) -> Any:
     if not 1 <= sources <= MAX_SOURCES:
         raise ValueError(f"1 to {MAX_SOURCES} sources, not {sources}")
     try:
@@ -326,7 +362,7 @@ def _reduce_kernel(op: ReduceOp, dtype: np.dtype[Any], sources: int) -> Any:
 
 
 @lru_cache(maxsize=32)
-def _scale_kernel(dtype: np.dtype[Any]) -> Any:
+def _scale_kernel(dtype: Dtype) -> Any:
     if dtype.kind in "biu":
         raise TypeError(f"arrays of dtype {dtype} cannot be scaled")
     return cupy.RawKernel(scale_source(dtype), "scale", OPTIONS)
@@ -335,3 +371,47 @@ def _scale_kernel(dtype: np.dtype[Any]) -> Any:
 @lru_cache(maxsize=64)
 def _multiprocessors(device: int) -> int:
     return int(runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, device))
+
+
+@lru_cache(maxsize=64)  # every message says it
+def device_uuid(device: int) -> str:
+    """UUID of a device, in hexadecimal; that of the instance on a partitioned device (MIG).
+
+    cupy's `getDeviceProperties(...)["uuid"]` ends before the first zero byte, so it cannot be used.
+    """
+    library = _driver()
+    ordinal = ctypes.c_int()
+    uuid = ctypes.create_string_buffer(UUID_BYTES)
+    _check(library.cuDeviceGet(ctypes.byref(ordinal), device), "cuDeviceGet")
+    _check(library.cuDeviceGetUuid_v2(uuid, ordinal), "cuDeviceGetUuid")
+    return uuid.raw.hex()
+
+
+def address_range(pointer: int) -> tuple[int, int]:
+    """Base and length of the allocation that `pointer` is in; this thread must have a context."""
+    base = ctypes.c_uint64()
+    nbytes = ctypes.c_size_t()
+    status = _driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(nbytes), ctypes.c_uint64(pointer))
+    _check(status, "cuMemGetAddressRange")
+    return base.value, nbytes.value
+
+
+def close_ipc(pointer: int) -> None:
+    """As cudaIpcCloseMemHandle, without the GIL; this thread must have a context.
+
+    The call waits for all work on the device, also of the caller and of other groups. cupy's own call holds the GIL
+    meanwhile, so that the whole process would stop: heartbeats, and whatever that work waits for.
+    """
+    _check(_driver().cuIpcCloseMemHandle(ctypes.c_uint64(pointer)), "cuIpcCloseMemHandle")
+
+
+@lru_cache(maxsize=1)
+def _driver() -> ctypes.CDLL:
+    library = ctypes.CDLL(DRIVER_LIBRARY)
+    _check(library.cuInit(0), "cuInit")
+    return library
+
+
+def _check(status: int, function: str) -> None:
+    if status:
+        raise DistBackendError(f"{function} failed with CUDA error {status}")

@@ -1,37 +1,89 @@
-"""The part of CUDA that asyncdist uses, as abstract classes without any library behind them.
+"""The parts of CUDA and NCCL that asyncdist uses, as abstract classes without any library behind them.
 
-`cupy_runtime.CupyRuntime` is the real thing and `asyncdist.testing.FakeRuntime` the one for tests; both pass the checks
-of `tests/kits/cuda_conformance.py`. NCCL's part is in `nccl_interface`. Common rules:
+`CupyRuntime` and `CupyNccl` are the real implementations, `FakeRuntime` and `FakeNccl` of `asyncdist.testing` the ones
+for tests. All pass `tests/kits/cuda_conformance.py` and `nccl_conformance.py`.
+
+CUDA:
 
 - A pointer is an `int`. Device memory, pinned and ordinary host memory share one address space.
-- Work is queued on a stream and runs in its order; what a method queues has not happened when it returns.
-- The CUDA runtime keeps a current device per thread. A method that needs one sets it and puts the thread's own back, so
-  that any thread may call anything and no current device changes; only `set_device` changes it for good.
-- The caller that queues work keeps the memory alive until an event recorded after it is done.
-- Every failure of the library is `DistBackendError` with the library's own words. Some are asynchronous: an earlier
-  kernel's failure is raised by whichever call comes next on that device.
+- Work is queued on a stream and runs in the stream's order. A method returns before its work has run.
+- CUDA keeps a current device for each thread. A method that needs a current device sets it and restores the thread's
+  own afterwards, so any thread may call any method. Only `set_device` changes the current device for good.
+- The caller that queues work keeps the memory alive until an event recorded after the work is done.
+- Every failure of the library is a `DistBackendError` with the library's own words. Some failures are asynchronous: the
+  next call on that device raises the failure of an earlier kernel.
+
+NCCL: `open`, `destroy`, the end of `group()` and any operation that first connects to a peer may block the calling
+thread as long as another rank takes, and for ever if that rank died. NCCL connects when a communicator opens (the
+provider sets NCCL_RUNTIME_CONNECT=0, unless the environment says otherwise), except for send and recv: the first of
+them connects to its peer, so call that one in a thread as well. Use a daemon thread of your own. The interpreter joins
+an executor's threads at its exit, and a thread that waits inside NCCL never ends. Once about 1,000 kernels wait on a
+device, the next launch blocks too: bound what is in flight.
+
+NCCL reduces these numpy dtypes:
+
+| dtype | reduced as | SUM | PRODUCT | MIN, MAX | AVG | PREMUL_SUM |
+| --- | --- | --- | --- | --- | --- | --- |
+| bool | uint8 | or (max) | and (min) | and, or | - | - |
+| int8, int32, int64, uint8, uint32, uint64 | itself | wraps | wraps | yes | truncates | - |
+| float16, bfloat16, float32, float64 | itself | yes | yes | a number wins over NaN | yes | yes |
+| float8_e4m3fn, float8_e5m2 (NCCL 2.24, compute capability 9.0) | itself | yes | yes | as above | yes | yes |
+| complex64, complex128 | pairs of reals | yes | - | - | yes | real factor |
+
+NCCL has no 16-bit integers. Data that is only moved travels as bytes, whatever its dtype.
 """
 
 from __future__ import annotations
 
+import enum
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import lru_cache
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeAlias
 
 import numpy as np
 
 from asyncdist.arrays.host import Array
-from asyncdist.arrays.reduce_op import ReduceOp
+from asyncdist.arrays.reduce_op import PremulSum, ReduceOp
 
-__all__ = ["MAX_SOURCES", "Event", "Memory", "Pinned", "Resource", "Runtime", "Stream"]
+__all__ = [
+    "FLOAT8_CAPABILITY",
+    "FLOAT8_VERSION",
+    "MAX_SOURCES",
+    "Communicator",
+    "Event",
+    "Memory",
+    "Nccl",
+    "NcclOp",
+    "NcclType",
+    "Pinned",
+    "Resource",
+    "Runtime",
+    "Stream",
+    "reduction",
+    "refusal",
+]
+
+Dtype: TypeAlias = np.dtype[Any]
+
+Op: TypeAlias = ReduceOp | PremulSum
+"""What GPUs reduce with."""
 
 MAX_SOURCES: Final = 64
-"""Of one `Runtime.reduce`: more ranks never share a device, and their pointers are arguments of one kernel."""
+"""Sources of one `Runtime.reduce`, whose pointers are arguments of one kernel. More ranks never share a device."""
+
+
+FLOAT8_VERSION: Final = 22400
+"""The first NCCL with float8."""
+
+FLOAT8_CAPABILITY: Final = 9
+"""Major compute capability from which on NCCL reduces float8. On older GPUs NCCL only moves such arrays."""
 
 
 class Resource(ABC):
-    """Something to be closed; `with` closes it too. Closing twice does nothing."""
+    """Something to be closed; `with` closes it too."""
 
     @abstractmethod
     def close(self) -> None:
@@ -55,14 +107,14 @@ class Event(Resource):
 
     @abstractmethod
     def record(self, stream: Stream) -> None:
-        """Let the event be done once everything queued on `stream` so far is; the stream must be of its device.
+        """Have the event done once everything queued on `stream` so far is done. Both must be of one device.
 
-        An event may be recorded again; then only the last time counts, except for waits that were queued before.
+        An event may be recorded again. Then only the last record counts, except for waits that were queued before.
         """
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether everything before the event has happened, without waiting; True if it was never recorded."""
+        """Whether everything before the event is done, without waiting. True if the event was never recorded."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -70,7 +122,7 @@ class Event(Resource):
 
 
 class Stream(Resource):
-    """A queue of work on one device. Streams that `external_stream` or `current_stream` gave are not ours to end."""
+    """A queue of work on one device. Closing a stream that another library owns does nothing."""
 
     handle: int
     """cudaStream_t as an integer; 0 and 1 are the legacy default stream, 2 is the thread's own default stream."""
@@ -79,7 +131,7 @@ class Stream(Resource):
 
     @abstractmethod
     def wait_event(self, event: Event) -> None:
-        """Let work queued here from now on wait for `event` as recorded now; the caller does not wait.
+        """Have work queued here from now on wait for the last record of `event`. The calling thread does not wait.
 
         The event may be of another device or process.
         """
@@ -90,7 +142,7 @@ class Stream(Resource):
 
 
 class Pinned(Resource):
-    """Page-locked host memory, which devices copy from and to at full speed while the CPU does other things."""
+    """Page-locked host memory. Devices copy from and to it at full speed while the CPU does other things."""
 
     pointer: int
     nbytes: int
@@ -99,10 +151,10 @@ class Pinned(Resource):
 
 
 class Memory(Resource):
-    """A block of device memory of its own, outside of any pool, so that an IPC handle stands for exactly this block.
+    """A block of device memory outside of any pool, so that an IPC handle stands for exactly this block.
 
-    `close` waits for the whole device (cudaFree does), so blocks are kept and reused rather than made per operation.
-    Processes that opened its handle must close theirs first.
+    `close` waits for the whole device, as cudaFree does: keep blocks and reuse them. Other processes must close the
+    handles that they opened before the owner closes the block.
     """
 
     pointer: int
@@ -133,23 +185,16 @@ class Runtime(ABC):
         """The device's UUID: equal in all processes that see it, whatever index they see it under."""
 
     @abstractmethod
-    def peer_access(self, device: int, other_id: str) -> bool:
-        """Whether kernels of `device` can address the memory of the device with UUID `other_id`.
-
-        True for the device itself; False where this process does not see the other one.
-        """
-
-    @abstractmethod
     def pointer_device(self, pointer: int) -> int | None:
         """The device whose memory `pointer` points into; None for host memory, pinned or not."""
 
     @abstractmethod
     def new_stream(self, device: int) -> Stream:
-        """Make a stream that does not wait for the default stream, nor the default stream for it."""
+        """Make a stream. It and the default stream do not wait for each other."""
 
     @abstractmethod
     def current_stream(self, device: int) -> Stream:
-        """The stream on which this thread queues its work for `device` unless it says otherwise."""
+        """The stream on which libraries queue this thread's work for `device` by default."""
 
     @abstractmethod
     def external_stream(self, handle: int, device: int) -> Stream:
@@ -180,7 +225,7 @@ class Runtime(ABC):
 
     @abstractmethod
     def memory_size(self, device: int) -> int:
-        """How many bytes of memory the device has in all, in use or not; those of the instance on a partitioned one."""
+        """Bytes of memory of the device, in use or not; on a partitioned device those of the instance."""
 
     @abstractmethod
     def memory_range(self, pointer: int) -> tuple[int, int]:
@@ -208,7 +253,7 @@ class Runtime(ABC):
 
     @abstractmethod
     def reduce(
-        self, op: ReduceOp, dtype: np.dtype[Any], target: int, sources: Sequence[int], count: int, stream: Stream
+        self, op: ReduceOp, dtype: Dtype, target: int, sources: Sequence[int], count: int, stream: Stream
     ) -> None:
         """Queue target[i] = sources[0][i] op sources[1][i] op ..., in this order, for `count` elements of `dtype`.
 
@@ -218,17 +263,196 @@ class Runtime(ABC):
         `arrays.reduction.validate` refuses, ValueError for more than `MAX_SOURCES` sources or none.
         """
 
-    def prepare_reduce(self, op: ReduceOp, dtype: np.dtype[Any], sources: int, device: int) -> None:  # noqa: B027
-        """Compile what `reduce` with so many sources will launch, which takes part of a second: not on an event loop.
+    def prepare_reduce(self, op: ReduceOp, dtype: Dtype, sources: int, device: int) -> None:  # noqa: B027
+        """Compile the kernel of `reduce` with so many sources. This takes part of a second: not on an event loop.
 
         Compiled kernels are kept, on disk as well. Raises TypeError and ValueError as `reduce`.
         """
 
-    def prepare_scale(self, dtype: np.dtype[Any], device: int) -> None:  # noqa: B027
-        """Compile what `scale` will launch, as `prepare_reduce`. Raises TypeError as `scale`."""
+    def prepare_scale(self, dtype: Dtype, device: int) -> None:  # noqa: B027
+        """Compile the kernel of `scale`, as `prepare_reduce`. Raises TypeError as `scale`."""
 
     @abstractmethod
     def scale(
-        self, dtype: np.dtype[Any], target: int, source: int, factor: float | complex, count: int, stream: Stream
+        self, dtype: Dtype, target: int, source: int, factor: float | complex, count: int, stream: Stream
     ) -> None:
         """Queue target[i] = source[i] * factor, rounded once, as PREMUL_SUM on the CPU; `target` may be `source`."""
+
+
+class Communicator(ABC):
+    """One rank of one communicator, on one device.
+
+    Counts are elements of `dtype`. Operations are queued on `stream`. All ranks must issue the same operations in the
+    same order; otherwise all ranks wait for ever, as with NCCL, and nothing here notices. Data movement (`broadcast`,
+    `all_gather`, `send`, `recv`) takes any dtype, a reduction the dtypes that `Nccl.refusal` does not refuse. After
+    `abort` or `destroy` every operation raises DistBackendError.
+    """
+
+    rank: int
+    size: int
+    device: int
+
+    @abstractmethod
+    def all_reduce(self, source: int, target: int, count: int, dtype: Dtype, op: Op, stream: Stream) -> None:
+        """`count` elements each; `target` may be `source`."""
+
+    @abstractmethod
+    def reduce(self, source: int, target: int, count: int, dtype: Dtype, op: Op, root: int, stream: Stream) -> None:
+        """As all_reduce, but only root's `target` is written; it may be 0 elsewhere."""
+
+    @abstractmethod
+    def broadcast(self, source: int, target: int, count: int, dtype: Dtype, root: int, stream: Stream) -> None:
+        """Root's `source` to every rank's `target`, root's included; `source` may be 0 elsewhere."""
+
+    @abstractmethod
+    def all_gather(self, source: int, target: int, count: int, dtype: Dtype, stream: Stream) -> None:
+        """`count` elements of each rank to `target` of `size * count`. `source` may be this rank's place in
+        `target`."""
+
+    @abstractmethod
+    def reduce_scatter(self, source: int, target: int, count: int, dtype: Dtype, op: Op, stream: Stream) -> None:
+        """Reduce `size * count` elements; rank r gets the r-th `count`. `target` may be that place in `source`."""
+
+    @abstractmethod
+    def send(self, source: int, count: int, dtype: Dtype, peer: int, stream: Stream) -> None:
+        """Send to `peer`. The send completes on the device once `peer` receives. To oneself only inside a group."""
+
+    @abstractmethod
+    def recv(self, target: int, count: int, dtype: Dtype, peer: int, stream: Stream) -> None:
+        """Receive from `peer`, in the order in which it sent; counts must be equal."""
+
+    @abstractmethod
+    def async_error(self) -> str:
+        """What has gone wrong on the device or the network, in NCCL's words. Empty if nothing has, or after the end."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """End all queued operations without results, and give the communicator up. From any thread.
+
+        Peers are not told. An abort may take seconds. A second abort, or an abort after destroy, does nothing.
+        """
+
+    @abstractmethod
+    def destroy(self) -> None:
+        """Give the communicator up in order: every rank calls this once its work is complete. Blocks, see the module.
+
+        Raises DistBackendError when called twice or after abort.
+        """
+
+
+class Nccl(ABC):
+    """The library."""
+
+    name: str
+    """For messages: `"NCCL 2.30.4 through cupy 14.2.0"`."""
+
+    native_premul_sum: bool
+    """Whether reductions take PremulSum. Otherwise multiply a copy first (`Runtime.scale`) and use SUM."""
+
+    @abstractmethod
+    def version(self) -> int:
+        """As ncclGetVersion: 23004 is 2.30.4."""
+
+    @abstractmethod
+    def unique_id(self) -> bytes:
+        """The id (128 bytes) of a new communicator: an address and a secret. Only its ranks may see the id.
+
+        Also starts the thread in this process through which the ranks meet: call this on one of those ranks.
+        """
+
+    @abstractmethod
+    def open(self, size: int, unique_id: bytes, rank: int, device: int) -> Communicator:
+        """Join a new communicator; blocks until all `size` ranks have, and cannot be interrupted.
+
+        Raises DistBackendError, among other things when two ranks use one device (unless NCCL_MULTI_RANK_GPU_ENABLE=1
+        and NCCL is 2.30 or newer).
+        """
+
+    @abstractmethod
+    def group(self) -> AbstractContextManager[None]:
+        """Launch the operations of this thread inside `with` together at its end, so that none waits for another.
+
+        Needed for sends and receives that depend on each other, and for several communicators driven by one thread.
+        After an exception the operations issued before are launched all the same: NCCL cannot take them back.
+        """
+
+    @abstractmethod
+    def refusal(self, dtype: Dtype, op: Op, device: int) -> str:
+        """Why reductions of `dtype` with `op` on `device` are refused, as the end of a sentence. Empty if they are not.
+
+        bool is reduced as uint8 (SUM: or, PRODUCT: and), complex as pairs of reals (SUM, AVG and PREMUL_SUM with a real
+        factor). Bitwise operations and `ReduceOp.custom` are always refused.
+        """
+
+
+class NcclType(enum.IntEnum):
+    """ncclDataType_t."""
+
+    INT8 = 0
+    UINT8 = 1
+    INT32 = 2
+    UINT32 = 3
+    INT64 = 4
+    UINT64 = 5
+    FLOAT16 = 6
+    FLOAT32 = 7
+    FLOAT64 = 8
+    BFLOAT16 = 9
+    FLOAT8_E4M3 = 10
+    FLOAT8_E5M2 = 11
+
+
+class NcclOp(enum.IntEnum):
+    """ncclRedOp_t."""
+
+    SUM = 0
+    PROD = 1
+    MAX = 2
+    MIN = 3
+    AVG = 4
+
+
+_TYPES: Final = {one.name.lower().replace("e4m3", "e4m3fn"): one for one in NcclType}
+"""By numpy's name; NCCL's float8_e4m3 has no infinity, as ml_dtypes' float8_e4m3fn."""
+_REALS: Final = {"complex64": NcclType.FLOAT32, "complex128": NcclType.FLOAT64}
+_EXTREMES: Final = {ReduceOp.MIN: NcclOp.MIN, ReduceOp.MAX: NcclOp.MAX}
+_OPS: Final = {ReduceOp.SUM: NcclOp.SUM, ReduceOp.PRODUCT: NcclOp.PROD, ReduceOp.AVG: NcclOp.AVG, **_EXTREMES}
+_BOOL_OPS: Final = {ReduceOp.SUM: NcclOp.MAX, ReduceOp.PRODUCT: NcclOp.MIN, **_EXTREMES}
+
+
+@lru_cache(maxsize=256)  # every operation times every dtype
+def refusal(dtype: Dtype, op: Op, version: int, capability: int = FLOAT8_CAPABILITY) -> str:
+    """As `Nccl.refusal`, for NCCL `version` and a GPU of that major compute capability."""
+    if isinstance(op, PremulSum):
+        if dtype.kind in "biu":
+            return f"{op} is not defined for arrays of dtype {dtype}"
+        if isinstance(op.factor, complex):
+            return f"NCCL cannot multiply by the complex factor of {op}"
+        op = ReduceOp.SUM
+    if op not in _OPS:
+        return f"NCCL has no {op!r}"
+    if dtype == np.bool_:
+        return "" if op in _BOOL_OPS else f"{op} is not defined for bool arrays"
+    if dtype.name in _REALS:
+        return "" if op in (ReduceOp.SUM, ReduceOp.AVG) else f"NCCL cannot reduce complex arrays with {op}"
+    kind = _TYPES.get(dtype.name)
+    if kind is None:
+        return f"NCCL cannot reduce arrays of dtype {dtype}"
+    if kind >= NcclType.FLOAT8_E4M3 and version < FLOAT8_VERSION:
+        return f"NCCL {version} cannot reduce arrays of dtype {dtype} (2.24 can)"
+    if kind >= NcclType.FLOAT8_E4M3 and capability < FLOAT8_CAPABILITY:
+        return (
+            f"NCCL cannot reduce arrays of dtype {dtype} on this GPU, whose compute capability is below "
+            f"{FLOAT8_CAPABILITY}.0"
+        )
+    return ""
+
+
+@lru_cache(maxsize=256)
+def reduction(dtype: Dtype, op: ReduceOp) -> tuple[NcclType, NcclOp, int]:
+    """NCCL's type, its operation, and how many of its elements make one of `dtype`, where `refusal` is empty."""
+    if dtype == np.bool_:
+        return NcclType.UINT8, _BOOL_OPS[op], 1
+    if dtype.name in _REALS:
+        return _REALS[dtype.name], _OPS[op], 2
+    return _TYPES[dtype.name], _OPS[op], 1

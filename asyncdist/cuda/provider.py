@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from asyncdist.cuda.interface import Runtime
-from asyncdist.cuda.nccl_interface import Nccl
+from asyncdist.cuda.interface import Nccl, Runtime
 
 __all__ = ["Provider", "chosen_device", "find", "override", "reason", "visible"]
 

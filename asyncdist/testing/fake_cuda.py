@@ -160,9 +160,6 @@ class FakeRuntime(Runtime):
         self._check_device(device)
         return f"GPU-fake-{device}"
 
-    def peer_access(self, device: int, other_id: str) -> bool:
-        return other_id in {self.device_id(other) for other in range(self._devices)}
-
     def pointer_device(self, pointer: int) -> int | None:
         with self._lock:
             return self.memory.device_of(pointer)

@@ -17,8 +17,7 @@ import numpy as np
 
 from asyncdist.arrays.reduce_op import PremulSum, ReduceOp
 from asyncdist.arrays.reduction import finish, kernel, prepare
-from asyncdist.cuda.interface import Stream
-from asyncdist.cuda.nccl_interface import FLOAT8_CAPABILITY, Communicator, Nccl, refusal
+from asyncdist.cuda.interface import FLOAT8_CAPABILITY, Communicator, Nccl, Stream, refusal
 from asyncdist.errors import DistBackendError
 from asyncdist.testing.fake_meeting import LocalMeeting, Meeting, RemoteMeeting, serve
 from asyncdist.testing.fake_queues import Span, Step
@@ -41,7 +40,7 @@ class FakeNccl(Nccl):
 
     `strict` makes every violation an `async_error` of all ranks concerned, where NCCL would just hang.
     `multi_rank_gpu` is NCCL_MULTI_RANK_GPU_ENABLE. In mode "inline" (and "manual") `open` does not wait for other
-    ranks, since they may live in the same thread, and communicators cannot be split. `capability` is the major compute
+    ranks, since they may live in the same thread. `capability` is the major compute
     capability of all devices.
     """
 
@@ -57,7 +56,7 @@ class FakeNccl(Nccl):
         self.runtime = runtime
         self.capability = FLOAT8_CAPABILITY
         self.strict = strict
-        self.can_split = self.blocking = runtime.scheduler.mode == "threads"
+        self.blocking = runtime.scheduler.mode == "threads"
         self.native_premul_sum = native_premul_sum
         self.communicators: list[FakeCommunicator] = []
         self._multi_rank_gpu = multi_rank_gpu
@@ -218,32 +217,6 @@ class FakeCommunicator(Communicator):
             raise DistBackendError(f"destroyed with {self.pending} operations in flight")
         self.state = "destroyed"
         self.meeting.leave()
-
-    def split(self, color: int, key: int) -> Communicator | None:
-        self._check()
-        if not self.nccl.can_split:
-            raise DistBackendError("ncclCommSplit needs mode 'threads'")
-        slot, runtime = self._next_slot(), self.nccl.runtime
-        meeting = self.meeting
-        unique_id = self.nccl.unique_id() if color >= 0 else b""
-        mine = f"{color} {key} {unique_id.hex()}".encode()
-        meeting.bring(slot, self.rank, range(self.size), "split", mine)
-        taken: list[dict[int, bytes]] = []
-
-        def come() -> bool:
-            if not taken:
-                results = meeting.take(slot, self.rank)
-                taken.extend([results] if results is not None else [])
-            return bool(taken) or self.state != "open"
-
-        runtime.scheduler.wait(come, "splitting a communicator")
-        self._check()
-        said = {rank: text.decode().split(" ") for rank, text in taken[0].items()}
-        members = sorted((int(k), rank) for rank, (c, k, _) in said.items() if int(c) == color)
-        if color < 0:
-            return None
-        first = bytes.fromhex(said[members[0][1]][2])
-        return self.nccl.open(len(members), first, members.index((key, self.rank)), self.device)
 
     def _collective(
         self,

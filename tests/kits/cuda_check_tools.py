@@ -11,8 +11,7 @@ import numpy as np
 from asyncdist.arrays.host import Array
 from asyncdist.arrays.reduce_op import ReduceOp
 from asyncdist.arrays.reduction import finish, kernel
-from asyncdist.cuda.interface import Memory, Runtime, Stream
-from asyncdist.cuda.nccl_interface import Communicator, Nccl
+from asyncdist.cuda.interface import Communicator, Memory, Nccl, Runtime, Stream
 
 __all__ = ["download", "equal", "every_dtype", "on_ranks", "operands", "reduced", "upload"]
 

@@ -44,8 +44,6 @@ def check_devices(runtime: Runtime) -> None:
     assert all(ids)
     assert len(set(ids)) == count
     assert runtime.device_id(0) == ids[0]
-    assert all(runtime.peer_access(device, ids[device]) for device in range(count))
-    assert not runtime.peer_access(0, "none of ours")
     last = count - 1
     seen = []
 

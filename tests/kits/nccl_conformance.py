@@ -12,8 +12,7 @@ import numpy as np
 from cuda_check_tools import download, every_dtype, on_ranks, operands, reduced, same, upload
 
 from asyncdist.arrays.reduce_op import ReduceOp
-from asyncdist.cuda.interface import Runtime, Stream
-from asyncdist.cuda.nccl_interface import Communicator, Nccl
+from asyncdist.cuda.interface import Communicator, Nccl, Runtime, Stream
 from asyncdist.errors import DistBackendError
 from asyncdist.testing.store_conformance import checks_of, expect_refused
 
@@ -141,7 +140,7 @@ def check_ends(runtime: Runtime, nccl: Nccl) -> None:
                 communicator.abort()
             communicator.abort()
             assert communicator.async_error() == ""
-            expect_refused(DistBackendError, use, communicator.destroy, lambda: communicator.split(0, 0))
+            expect_refused(DistBackendError, use, communicator.destroy)
 
     on_ranks(runtime, nccl, main)
 
@@ -159,25 +158,6 @@ def check_abort_frees_the_stream(runtime: Runtime, nccl: Nccl) -> None:
                 event.synchronize()
 
     on_ranks(runtime, nccl, main)
-
-
-def check_split(runtime: Runtime, nccl: Nccl) -> None:
-    """Each color becomes a communicator, ordered by key; -1 becomes none."""
-    if not nccl.can_split:
-        return
-
-    def main(communicator: Communicator, stream: Stream) -> tuple[int, int] | None:
-        part = communicator.split(0, -communicator.rank)
-        assert part is not None
-        with upload(runtime, np.ones(4, np.float32), communicator.device) as memory:
-            part.all_reduce(memory.pointer, memory.pointer, 4, FLOAT, ReduceOp.SUM, stream)
-            same([download(runtime, memory.pointer, 4, FLOAT, stream)], np.full(4, part.size, np.float32))
-        assert communicator.split(-1, 0) is None
-        return part.rank, part.size
-
-    results = on_ranks(runtime, nccl, main)
-    size = len(results)
-    assert results == [(size - 1 - rank, size) for rank in range(size)]
 
 
 def _check_reduction(

@@ -33,7 +33,6 @@ def cuda(bindings: Bindings, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_names_and_versions(cuda: Any) -> None:
     assert cuda.runtime.name == "cupy 14.2.0 (CUDA 12.9)"
     assert cuda.nccl.name == "NCCL 2.32.3 through cupy 14.2.0"
-    assert cuda.nccl.can_split
 
 
 def test_calls_are_made_on_the_streams_device_and_leave_the_callers(bindings: Bindings, cuda: Any) -> None:
@@ -61,7 +60,7 @@ def test_calls_are_made_on_the_streams_device_and_leave_the_callers(bindings: Bi
 
 
 def test_failures_say_what_was_done_and_leave_the_callers_device(bindings: Bindings, cuda: Any) -> None:
-    driver = sys.modules["asyncdist.cuda.cupy_driver"]
+    driver = sys.modules["asyncdist.cuda.cupy_runtime"]
     with pytest.raises(DistBackendError, match=r"^cudaThis failed: out of luck$"), driver.calling("cudaThis", 1):
         raise RuntimeError("out of luck")
     assert bindings.getDevice() == 0
@@ -132,7 +131,7 @@ def test_handles_are_opened_once_and_closed_with_the_last(bindings: Bindings, cu
     assert bindings.names() == ["ipcOpenMemHandle", "memGetInfo", "cuIpcCloseMemHandle"]
     assert bindings.calls[-1] == ("cuIpcCloseMemHandle", 1, 0x5000)
     with pytest.raises(DistBackendError, match="cuIpcCloseMemHandle failed with CUDA error 1"):
-        sys.modules["asyncdist.cuda.cupy_driver"].close_ipc(0x6000)
+        sys.modules["asyncdist.cuda.cupy_runtime"].close_ipc(0x6000)
     with pytest.raises(DistBackendError, match="not opened"):
         cuda.runtime.ipc_close(0x5000)
 
@@ -259,6 +258,4 @@ def test_communicators_end_once_and_are_not_collected_before(bindings: Bindings,
         destroyed.destroy()
     with pytest.raises(DistBackendError, match="was aborted"):
         aborted.destroy()
-    with pytest.raises(DistBackendError, match="was aborted"):
-        aborted.split(0, 0)
     assert [call for call in bindings.calls if call[0] in ("abort", "destroy")] == [("abort", 1), ("destroy", 1)]

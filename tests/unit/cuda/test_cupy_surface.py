@@ -35,7 +35,7 @@ warnings.simplefilter("ignore")
 import cupy
 from cupy.cuda import nccl, runtime
 from asyncdist.arrays.reduce_op import ReduceOp
-from asyncdist.cuda import cupy_driver, cupy_runtime
+from asyncdist.cuda import cupy_runtime
 
 answers = {}
 
@@ -49,7 +49,6 @@ def ask(name, function, *arguments):
         answers[name] = ""
 
 RUNTIME = {
-    "deviceCanAccessPeer": (0, 1),
     "deviceGetAttribute": (runtime.cudaDevAttrMultiProcessorCount, 0),
     "eventCreateWithFlags": (runtime.eventBlockingSync | runtime.eventDisableTiming,),
     "eventDestroy": (0,),
@@ -82,7 +81,7 @@ answers["CUDARuntimeError"] = str(runtime.CUDARuntimeError(700))
 class Anywhere:
     getDevice, setDevice = staticmethod(lambda: 0), staticmethod(lambda device: None)
 
-cupy_driver.runtime = Anywhere
+cupy_runtime.runtime = Anywhere
 ours = cupy_runtime.CupyRuntime()
 stream, event = ours.external_stream(0, 0), cupy_runtime._Event(0, 0)
 float32 = np.dtype(np.float32)
@@ -137,8 +136,6 @@ if nccl.available:
     }.items():
         ask(f"nccl.{name}", getattr(communicator, name), *arguments)
     answers["nccl.async_error"] = communicator.async_error()
-    if library.can_split:
-        ask("nccl.split", communicator.split, 0, 0)
     for name in ("rank_id", "size"):
         ask(f"nccl.{name}", getattr(nobody, name))
     with library.group():
@@ -148,7 +145,7 @@ if nccl.available:
     ask("nccl.destroy", cupy_nccl._Communicator(again, 0, 1, 0, library.version()).destroy)
     ask("nccl.open", library.open, 1, bytes(128), 0, 0)
     answers["runtime connect"] = cupy_nccl.os.environ["NCCL_RUNTIME_CONNECT"]
-from asyncdist.cuda.nccl_interface import NcclOp, NcclType
+from asyncdist.cuda.interface import NcclOp, NcclType
 answers["numbers"] = [
     f"{ours!r} is {theirs} there" for prefix, ours in (
         *((f"NCCL_{one.name}", one) for one in (*NcclType, *NcclOp)),
@@ -266,7 +263,7 @@ print(json.dumps(answers))
 def used() -> dict[str, set[str]]:
     """The attributes of cupy's modules, and of its communicators, that our sources name."""
     found: dict[str, set[str]] = {"runtime": set(), "binding": set(), "cupy": set(), "_raw": set()}
-    for file in ("cupy_driver.py", "cupy_nccl.py", "cupy_runtime.py"):  # the benchmark's are asked for one by one
+    for file in ("cupy_nccl.py", "cupy_runtime.py"):  # the benchmark's are asked for one by one
         for node in ast.walk(ast.parse((FOLDER / file).read_text())):
             if not isinstance(node, ast.Attribute):
                 continue
@@ -302,7 +299,7 @@ def run(program: str, *arguments: str) -> str:
 def test_every_attribute_exists() -> None:
     assert len(used()["runtime"]) > 30
     assert "allReduce" in used()["_raw"]
-    assert answers()["missing"] == ([] if int(answers()["version"].split(".")[0]) >= 14 else ["commSplit"])
+    assert answers()["missing"] == []
 
 
 def test_cudas_functions_take_our_arguments() -> None:
@@ -350,7 +347,7 @@ def test_the_drivers_functions_exist() -> None:
         library = ctypes.CDLL(DRIVER_LIBRARY)
     except OSError as error:
         pytest.skip(f"no NVIDIA driver: {error}")
-    named = set(re.findall(r"\b(cu[A-Z]\w+)\(", (FOLDER / "cupy_driver.py").read_text()))
+    named = set(re.findall(r"\b(cu[A-Z]\w+)\(", (FOLDER / "cupy_runtime.py").read_text()))
     assert {"cuInit", "cuDeviceGetUuid_v2", "cuMemGetAddressRange_v2", "cuIpcCloseMemHandle"} <= named
     assert not {name for name in named if not hasattr(library, name)}
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from asyncdist.arrays.reduce_op import PremulSum, ReduceOp, ReduceOpLike
-from asyncdist.cuda.nccl_interface import FLOAT8_CAPABILITY, FLOAT8_VERSION, NcclOp, NcclType, reduction, refusal
+from asyncdist.cuda.interface import FLOAT8_CAPABILITY, FLOAT8_VERSION, NcclOp, NcclType, reduction, refusal
 
 NEW = 23004
 NUMBERS = (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.AVG)
