@@ -1,4 +1,4 @@
-"""DeviceBackend: a group's collectives on GPU arrays, by the path that all its ranks can take.
+"""DeviceBackend: a group's collectives on GPU arrays, by a path that all its ranks can take.
 
 | path | where |
 | --- | --- |
@@ -6,17 +6,17 @@
 | `ipc` | all ranks are on one host, and some share a GPU, which NCCL refuses |
 | `staged` | anything else, and groups whose backend says `cuda:aio`: through the host's memory |
 
-Which one is found out with the first operation: the ranks tell each other, over their own connections, what GPU they
-use and what is installed, and each draws the same conclusion. Operations wait meanwhile, in order. While any is under
-way the backend asks a few times a second whether the library has failed, and other ranks whether they run the same.
+The first operation decides: the ranks tell each other, over their own connections, which GPU they use and what is
+installed, and each draws the same conclusion. Operations wait meanwhile, in order. While an operation is under way, the
+backend asks a few times a second whether the library has failed, and asks other ranks whether they run the same.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar, Final, Protocol
+from dataclasses import dataclass, replace
+from typing import ClassVar, Final
 
 import msgpack
 
@@ -28,11 +28,10 @@ from asyncdist.concurrency.tasks import start_task
 from asyncdist.cuda import Provider
 from asyncdist.errors import DistBackendError, DistError, PeerLostError, RemoteProtocolError
 from asyncdist.gpu.cuda_events import Completions, EventSpinner
-from asyncdist.gpu.host_exchange import HostExchange
 from asyncdist.gpu.ipc.path import CudaIpcPath
 from asyncdist.gpu.mismatch_probe import MismatchProbe
 from asyncdist.gpu.nccl.path import NcclPath
-from asyncdist.gpu.path import DevicePath, Member, OnEnd, Surroundings, have_own_devices
+from asyncdist.gpu.path import DeviceOwner, DevicePath, HostExchange, Member, OnEnd, Surroundings
 from asyncdist.gpu.staged.path import StagedPath
 from asyncdist.gpu.streams import EventPool, Tail, devices_of_call, ready_for
 from asyncdist.gpu.threads import stay_on
@@ -58,31 +57,15 @@ _WHY: Final = {
 """Why the ranks took a path that none of them asked for."""
 
 WATCH_S: Final = 0.1
-"""How often a library is asked for errors while operations are under way, as NCCL reports none by itself."""
+"""How often a library is asked for errors while operations are under way. NCCL reports none by itself."""
 
 CARRIED_KEPT: Final = 1024
-"""Kinds of calls remembered as good, by collective, dtype and reduction: a program has a few."""
+"""Kinds of calls that are remembered as accepted, by collective, dtype and reduction: a program has a few."""
 
 NEGOTIATION: Final = "path"
 """Name of the exchange in which the path is chosen."""
 
 Key = tuple[int, int]
-
-
-class DeviceOwner(Protocol):
-    """What the group does for its operations on GPU arrays."""
-
-    def give_up(self, tag: int, sequence: int, why: str) -> None:
-        """Fail an operation under way, here and on all other ranks; the group goes on."""
-
-    def ask(self, tag: int, sequence: int, rank: int) -> bool:
-        """Ask global rank `rank` what it runs there; a difference fails the operation. False if it is gone."""
-
-    def differs(self, tag: int, sequence: int, rank: int) -> None:
-        """See `Surroundings.differs`."""
-
-    def watch_parts(self, group_id: int, tag: int) -> None:
-        """See `Surroundings.watch_parts`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,12 +77,12 @@ class DeviceSettings:
     tuning: Tuning
     host: str
     backend: Backend | None
-    """`nccl`, or `aio`: through the host. None where nothing was said: the best that is installed here."""
+    """`nccl`, or `aio` for the way through the host. None: the best that is installed here."""
     path: str
     """The path asked for by ASYNCDIST_CUDA_PATH; empty for the best."""
     timeout_s: float | None
     spin_us: float
-    """How long a task that awaits an operation looks at the GPU before it sleeps, in microseconds; 0: not at all."""
+    """How long a task that awaits an operation looks at the GPU before it sleeps, in microseconds. 0: not at all."""
 
 
 class DeviceBackend(GroupBackend):
@@ -119,34 +102,42 @@ class DeviceBackend(GroupBackend):
         owner: DeviceOwner,
     ) -> None:
         super().__init__(mesh, group_id, ranks, rank)
+        runtime, loop = provider.runtime, settings.loop
         self.provider = provider
-        self._runtime = provider.runtime
-        self._count = provider.runtime.device_count()
+        self._runtime = runtime
+        self._count = runtime.device_count()
         self.device: int | None = None
-        """The GPU of this rank, once an array has said it."""
-        self._mesh = mesh
+        """The GPU of this rank, once an array has said which."""
         self._settings = settings
-        self._owner = owner
-        self._loop = settings.loop
-        self._exchange = HostExchange(
-            mesh, group_id, ranks, rank, loop=settings.loop, pool=settings.pool, tuning=settings.tuning
+        self._loop = loop
+        self._events = EventPool(runtime)
+        self._around = Surroundings(
+            loop=loop,
+            mesh=mesh,
+            group_id=group_id,
+            ranks=ranks,
+            rank=rank,
+            runtime=runtime,
+            nccl=provider.nccl,
+            completions=Completions(loop, runtime.set_device),
+            events=self._events,
+            exchange=HostExchange(mesh, group_id, ranks, rank, loop=loop, pool=settings.pool, tuning=settings.tuning),
+            owner=owner,
         )
-        self._completions = Completions(settings.loop, provider.runtime.set_device)
         self._spinner: EventSpinner | None = None
-        self._events = EventPool(provider.runtime)
         self._path: DevicePath | None = None
         self._opening: asyncio.Task[None] | None = None
-        self._waiting: dict[Key, tuple[Call, CollectiveWork, OnEnd]] = {}
         self._under_way: dict[Key, tuple[float, OnEnd, CollectiveWork, Call]] = {}
+        """By tag and number, oldest first; when each began. Until there is a path, all of them wait for the path."""
         self._idle: list[Callable[[], object]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._moved_s = 0.0  # when an operation ended last
         self._probe = MismatchProbe(ranks, rank, self.waiting_for, owner.ask)
         self._carried: set[tuple[object, ...]] = set()
-        """Kinds of calls that the path, once it is known, does not refuse."""
+        """Kinds of calls that the path does not refuse, once the path is known."""
         self._bound = False
         self._failure: DistError | None = None
-        """Why there is no path, until an operation reports it."""
+        """Why there is no path, until an operation reports the reason."""
 
     def describe(self) -> str:
         """` path nccl`, for the group's repr; empty until it is known."""
@@ -155,7 +146,7 @@ class DeviceBackend(GroupBackend):
     # Operations.
 
     def mark_ready(self, call: Call) -> None:
-        """Have `call` wait for what is queued now; called, from any thread, where the caller's streams are current."""
+        """Have `call` wait for what is queued now. From any thread; the caller's streams must be current there."""
         if not call.ready:
             call.ready = ready_for(self._runtime, self._events, call)
 
@@ -179,15 +170,14 @@ class DeviceBackend(GroupBackend):
             if why:
                 raise TypeError(why)
         for one in call.members or (call,):
-            assert one.device is not None
-            why = path.refusal(self.provider, one.device, one.collective, one.dtype, one.op)
+            why = path.refusal(self.provider, one)
             if why:
                 raise TypeError(why)
             if self._path is not None and len(self._carried) < CARRIED_KEPT:
                 self._carried.add((one.collective, one.dtype, one.op))
 
     def bind(self, device: int) -> None:
-        """Use this GPU, and open what its first operation needs; nothing is said about the operation."""
+        """Use this GPU, and open what the first operation needs."""
         self._use(device)
         self._bound = True
         self._opening = start_task(self._loop, self._open((device,)), name="open a path for GPU arrays")
@@ -204,8 +194,7 @@ class DeviceBackend(GroupBackend):
             call.ready = ready_for(self._runtime, self._events, call)
         work.on_device = Tail(self._runtime, work.operation, work.number)
         work._spinner = self._spinner
-        key = work.key
-        self._under_way[key] = (self._loop.time(), on_end, work, call)
+        self._under_way[work.key] = (self._loop.time(), on_end, work, call)
         if self._timer is None:
             self._watch()
         if self._path is not None:
@@ -214,12 +203,11 @@ class DeviceBackend(GroupBackend):
         if self._failure is not None:
             self._ended(work, self._failure)
             return
-        self._waiting[key] = (call, work, on_end)
         if self._opening is None:
             self._opening = start_task(self._loop, self._open(devices_of_call(call)), name="open a path for GPU arrays")
 
     def when_idle(self, callback: Callable[[], object]) -> None:
-        """Call `callback` once nothing that has been issued so far is under way; now, if nothing is."""
+        """Call `callback` once everything that has been issued so far has ended; now, if nothing is under way."""
         if self._under_way:
             self._idle.append(callback)
         else:
@@ -235,7 +223,7 @@ class DeviceBackend(GroupBackend):
                 self._became_idle()
 
     def _forget(self, key: Key) -> None:
-        """Remove an operation from those under way: no stream of its path waits for the caller's any more."""
+        """Remove an operation from those under way: no stream of its path waits for the caller's streams any more."""
         entry = self._under_way.pop(key, None)
         if entry is not None:
             self._events.give(entry[3].ready)
@@ -251,27 +239,23 @@ class DeviceBackend(GroupBackend):
     async def _open(self, devices: tuple[int, ...]) -> None:
         try:
             path = await self._negotiate(devices)
-        except asyncio.CancelledError:
-            raise
         except Exception as error:
             failure = error if isinstance(error, DistError) else DistBackendError(f"no path for GPU arrays: {error}")
             failure.__cause__ = failure.__cause__ or error.__cause__
             self._failure = failure
-            for _call, work, _on_end in list(self._waiting.values()):
+            for _, _, work, _ in list(self._under_way.values()):
                 self._ended(work, failure)
-            self._waiting.clear()
             return
         self._path = path
         if self._settings.spin_us:
-            messages = self._mesh.spinner if path.takes_messages else None
-            self._spinner = EventSpinner(self._completions, self._settings.spin_us, messages)
+            messages = self._around.mesh.spinner if path.takes_messages else None
+            self._spinner = EventSpinner(self._around.completions, self._settings.spin_us, messages)
         events.info("group %x: GPU arrays take path %s", self.group_id, path.name)
-        waiting, self._waiting = self._waiting, {}
-        for key, (call, work, _on_end) in waiting.items():
-            if key not in self._under_way:
+        for _, _, work, call in list(self._under_way.values()):
+            if work.key not in self._under_way:
                 continue
             try:
-                self._path.start(call, work, self._ended)
+                path.start(call, work, self._ended)
             except Exception as error:
                 self._ended(work, error)
 
@@ -280,7 +264,7 @@ class DeviceBackend(GroupBackend):
         ids = tuple(provider.runtime.device_id(device) for device in devices)
         version = provider.nccl.version() if provider.nccl is not None else 0
         own = Member(settings.host, ids, version, self.wish, self._bound)
-        told = await self._exchange.all_gather(NEGOTIATION, 0, 0, msgpack.packb(own))
+        told = await self._around.exchange.all_gather(NEGOTIATION, 0, 0, msgpack.packb(own))
         members = tuple(member_of(rank, message) for rank, message in zip(self.ranks, told, strict=True))
         around = self.surroundings(devices[0], members)
         path = await PATHS[choose_path(members, self.ranks)].open(around)
@@ -296,30 +280,10 @@ class DeviceBackend(GroupBackend):
 
     def surroundings(self, device: int = 0, members: tuple[Member, ...] = ()) -> Surroundings:
         """What paths and messages work with."""
-        settings = self._settings
-        return Surroundings(
-            loop=self._loop,
-            mesh=self._mesh,
-            group_id=self.group_id,
-            ranks=self.ranks,
-            rank=self.rank,
-            pool=settings.pool,
-            tuning=settings.tuning,
-            runtime=self.provider.runtime,
-            nccl=self.provider.nccl,
-            device=device,
-            members=members,
-            completions=self._completions,
-            events=self._events,
-            exchange=self._exchange,
-            timeout_s=settings.timeout_s,
-            give_up=self._owner.give_up,
-            differs=self._owner.differs,
-            watch_parts=self._owner.watch_parts,
-        )
+        return replace(self._around, device=device, members=members)
 
     def _likely_path(self) -> str:
-        """The path that arguments are checked for until the path is known; equal on ranks that are set up alike."""
+        """The path that arguments are checked for until the path is known. Equal on ranks that are set up alike."""
         settings = self._settings
         if settings.path in PATHS:
             return settings.path
@@ -360,12 +324,11 @@ class DeviceBackend(GroupBackend):
     def waiting_for(self, tag: int, sequence: int) -> tuple[int, ...]:
         """Global ranks an operation under way has not heard from."""
         if self._path is None:
-            return self._exchange.waiting_for(NEGOTIATION, 0, 0)
+            return self._around.exchange.waiting_for(NEGOTIATION, 0, 0)
         return self._path.waiting_for(tag, sequence)
 
     def drop(self, tag: int, sequence: int) -> None:
         """Forget one operation, or one never to come."""
-        self._waiting.pop((tag, sequence), None)
         if self._path is not None:
             self._path.drop(tag, sequence)
         self._forget((tag, sequence))
@@ -373,11 +336,10 @@ class DeviceBackend(GroupBackend):
 
     def abort(self, error: BaseException) -> None:
         """Forget every operation; what runs on the GPU is ended from a thread, and arrays are kept until it has."""
-        self._waiting.clear()
         self._idle.clear()
         if self._opening is not None:
             self._opening.cancel()
-        self._exchange.abort(error)
+        self._around.exchange.abort(error)
         if self._path is not None:
             self._path.abort(error)
         for key in tuple(self._under_way):
@@ -390,7 +352,7 @@ class DeviceBackend(GroupBackend):
             self._opening.cancel()
         if self._path is not None:
             self._path.close()
-        self._exchange.close()
+        self._around.exchange.close()
         self._stop()
 
     async def wait_closed(self) -> None:
@@ -399,7 +361,7 @@ class DeviceBackend(GroupBackend):
             await asyncio.wait([self._opening])
         if self._path is not None:
             await self._path.wait_closed()
-        self._completions.close()
+        self._around.completions.close()
         self._events.close()
 
     def _stop(self) -> None:
@@ -436,7 +398,8 @@ def choose_path(members: tuple[Member, ...], ranks: tuple[int, ...]) -> str:
             without = [rank for member, rank in zip(members, ranks, strict=True) if not member.nccl]
             raise DistBackendError(f"path nccl was asked for, but rank {', '.join(map(str, without))} has no NCCL")
         return wish
-    if have_own_devices(members):
+    used = [(member.host, device) for member in members for device in member.device_ids]
+    if len(set(used)) == len(used):
         return "nccl" if all(member.nccl for member in members) else "staged"
     one_host = len({member.host for member in members}) == 1
     return "ipc" if one_host and all(len(member.device_ids) == 1 for member in members) else "staged"

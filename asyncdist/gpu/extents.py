@@ -1,13 +1,17 @@
-"""Extents: what a call on device arrays reads and writes, as addresses and lengths in bytes."""
+"""Extents: what a call on GPU arrays reads and writes, as addresses and lengths in bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from itertools import accumulate, pairwise
+from typing import Any, Final, NamedTuple
 
 from asyncdist.collectives.arguments.call import Call
 
-__all__ = ["NOTHING", "Extent", "clash", "input_blocks", "output_blocks", "overlap"]
+__all__ = ["ALIGN_BYTES", "NOTHING", "Extent", "aligned", "clash", "input_blocks", "output_blocks", "overlap"]
+
+ALIGN_BYTES: Final = 256
+"""Parts of device memory begin at multiples of this, as CUDA's own allocations do. Every element divides it."""
 
 
 class Extent(NamedTuple):
@@ -25,49 +29,45 @@ class Extent(NamedTuple):
 NOTHING = Extent(0, 0)
 
 
+def aligned(nbytes: int) -> int:
+    """The least multiple of ALIGN_BYTES that is not less."""
+    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
 def input_blocks(call: Call, size: int) -> tuple[Extent, ...]:
-    """What is read: a block per rank where the call has one for each, in one array or several; else each array."""
+    """What the call reads: a block per rank where the call has blocks, in one array or several; else each array."""
     return _blocks(call, 0, size)
 
 
 def output_blocks(call: Call, size: int) -> tuple[Extent, ...]:
-    """What is written, as `input_blocks`."""
+    """What the call writes, as `input_blocks`."""
     return _blocks(call, 1, size)
 
 
 def _blocks(call: Call, side: int, size: int) -> tuple[Extent, ...]:
     if call.pieces is not None:
-        return tuple(_extent_of(piece) for piece in call.pieces[side])
-    flats: Sequence[Any] = call.outputs if side else call.inputs
+        return _extents(call.pieces[side])
+    flats = call.outputs if side else call.inputs
     if len(flats) != 1 or (call.collective, side) not in _ONE_PER_RANK:
-        return tuple(_extent_of(flat) for flat in flats)
-    whole = _extent_of(flats[0])
+        return _extents(flats)
+    (whole,) = _extents(flats)
     counts = (call.counts,) * size if isinstance(call.counts, int) else call.counts
-    found, start = [], 0
-    for count in counts:
-        stop = start + count * call.dtype.itemsize
-        found.append(whole.part(start, stop))
-        start = stop
-    return tuple(found)
+    ends = [0, *accumulate(count * call.dtype.itemsize for count in counts)]
+    return tuple(whole.part(start, stop) for start, stop in pairwise(ends))
 
 
-_ONE_PER_RANK = {
-    ("all_gather", 1),
-    ("gather", 1),
-    ("scatter", 0),
-    ("reduce_scatter", 0),
-    ("all_to_all", 0),
-    ("all_to_all", 1),
-}
-"""Collectives and the side (0 inputs, 1 outputs) that has a block for every rank, which one array may hold."""
+_ONE_PER_RANK: Final = frozenset(
+    {("all_gather", 1), ("gather", 1), ("scatter", 0), ("reduce_scatter", 0), ("all_to_all", 0), ("all_to_all", 1)}
+)
+"""Collectives, and the side (0 inputs, 1 outputs) that has a block for every rank. One array may hold them all."""
 
 
-def _extent_of(elements: Any) -> Extent:
-    return Extent(elements.pointer, elements.nbytes)
+def _extents(arrays: Sequence[Any]) -> tuple[Extent, ...]:
+    return tuple(Extent(array.pointer, array.nbytes) for array in arrays)
 
 
 def clash(call: Call, rank: int, size: int) -> bool:
-    """Whether outputs share memory with inputs in any other way than that a rank's own block stays where it is."""
+    """Whether outputs share memory with inputs, other than a rank's own block that stays where it is."""
     if not call.inputs and not call.members:
         return False  # in place
     for part in call.members or (call,):

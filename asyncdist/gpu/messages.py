@@ -1,14 +1,15 @@
-"""Messages of GPU arrays: their announcement, which matches as any message does, and the works that wait for the data.
+"""Messages of GPU arrays: the announcement, which matches as any message does, and the works that wait for the data.
 
-The sender announces the array in a message without content, in its place among the pair's messages of that tag. Whoever
-receives it answers how the data is to come, or why it is refused; only then does anything happen on a GPU. So receives
-can be withdrawn, tags and any source work, and no kernel waits for a rank that does not come.
+The sender announces the array in a message without content, in order with the pair's messages of that tag. The receiver
+answers how the data is to come, or why it refuses the message. Only then does anything happen on a GPU. So receives can
+be withdrawn, tags and any source work, and no kernel waits for a rank that does not come.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -73,7 +74,7 @@ def answer_message(mesh: BaseMesh, group_id: int, source: int, number: int, answ
     """Answer message `number` of global rank `source`."""
     key = pack_key(messages_id(group_id), 0, number, 0, _CHANNEL)
     with contextlib.suppress(DistError):  # the rank is gone, and its waiters hear of that
-        mesh.post_send(source, SendOp(key, memoryview(answer), b"", _Unasked(), None))
+        mesh.post_send(source, SendOp(key, memoryview(answer), b"", OVER, None))
 
 
 def refuse_message(mesh: BaseMesh, group_id: int, source: int, number: int, why: str) -> None:
@@ -82,7 +83,7 @@ def refuse_message(mesh: BaseMesh, group_id: int, source: int, number: int, why:
 
 
 class Announcement(NamedTuple):
-    """What a sender says of its message. `number` counts those to that rank; `nccl` whether it could use that."""
+    """What a sender says of its message. `number` counts the messages to that rank; `nccl`: whether it has NCCL."""
 
     number: int
     host: str
@@ -94,13 +95,10 @@ class Announcement(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of the array."""
-        size = self.dtype.itemsize
-        for extent in self.shape:
-            size *= extent
-        return size
+        return math.prod(self.shape, start=self.dtype.itemsize)
 
     def encode(self) -> bytes:
-        """As it travels, beside an empty message."""
+        """The announcement as it travels, beside an empty message."""
         array = encode_meta(self.dtype, self.shape)
         return GPU_META + bytes(msgpack.packb([self.number, self.host, self.device_id, self.nccl, array]))
 
@@ -109,12 +107,12 @@ class Announcement(NamedTuple):
         """Raises ValueError for anything malformed."""
         try:
             number, host, device_id, nccl, array = msgpack.unpackb(meta[len(GPU_META) :])
+            if not (
+                type(number) is int and 0 <= number < 1 << 32 and isinstance(nccl, bool) and isinstance(array, bytes)
+            ):
+                raise ValueError("unexpected types")
         except (TypeError, ValueError, msgpack.UnpackException) as error:
             raise ValueError("malformed announcement of a GPU array") from error
-        if type(number) is not int or not 0 <= number < 1 << 32:
-            raise ValueError("malformed announcement of a GPU array")
-        if not (isinstance(nccl, bool) and isinstance(array, bytes)):
-            raise ValueError("malformed announcement of a GPU array")
         return cls(number, str(host), str(device_id), nccl, *decode_meta(array))
 
 
@@ -124,10 +122,10 @@ class DeviceMessages(Protocol):
     runtime: Runtime
 
     def answered(self, work: DeviceSendWork, answer: bytes) -> None:
-        """The receiver says how."""
+        """The receiver has said how the data is to come."""
 
-    def matched(self, work: DeviceRecvWork, announcement: Announcement, source: int) -> None:
-        """A receive has met a message."""
+    def matched(self, work: DeviceRecvWork, announced: Announcement) -> None:
+        """A receive has met a message of `work.peer`."""
 
     def refuse(self, source: int, number: int, why: str) -> None:
         """Tell a sender that its message is not wanted."""
@@ -137,7 +135,7 @@ class DeviceMessages(Protocol):
 
 
 class DeviceSendWork(PairWork):
-    """A send of a GPU array; done when it may be written again."""
+    """A send of a GPU array; done when the array may be written again."""
 
     __slots__ = ("_answer", "_messages", "array", "number", "ready", "reply")
 
@@ -192,8 +190,7 @@ class DeviceSendWork(PairWork):
             _fail(self, error)
 
     def _expire(self, timeout_s: float) -> None:
-        why = f"{self._described_message} is on a GPU, which cannot be stopped: the connection to rank {self.peer} ends"
-        _break_pair(self, self._timeout_error(timeout_s, why))
+        _expire(self, timeout_s)
 
     def _end(self) -> None:
         super()._end()
@@ -202,9 +199,9 @@ class DeviceSendWork(PairWork):
 
 
 class DeviceRecvWork(RecvWork):
-    """A receive into a GPU array; its result is the source rank, as `number` numbers it."""
+    """A receive into a GPU array. The result is the source: `number` of the global rank."""
 
-    __slots__ = ("_announced", "_messages", "array", "ready")
+    __slots__ = ("_messages", "announced", "array", "ready")
 
     def __init__(
         self,
@@ -220,14 +217,14 @@ class DeviceRecvWork(RecvWork):
         ready: tuple[Event, ...],
     ) -> None:
         self.array = device_flat(array, writable=True)
-        """Where the data goes, as one dimension."""
+        """Where the data goes, in one dimension."""
         super().__init__(loop, operation, _NOTHING, key, owner, peer, number, withdrawable)
         self.message.view = None  # always ask
         self.nbytes = array.nbytes
         self.ready = ready
         self.on_device = Tail(messages.runtime, operation)
         self._messages = messages
-        self._announced: Announcement | None = None
+        self.announced: Announcement | None = None
 
     def allocate(self, token: object, source: int, nbytes: int, meta: bytes) -> memoryview:
         """Take an announcement that fits, and answer one that does not."""
@@ -251,12 +248,12 @@ class DeviceRecvWork(RecvWork):
                 "the pair stays usable",
                 source,
             )
-        self._announced = announced
+        self.announced = announced
         return memoryview(bytearray())
 
     def message_received(self, token: object, receive: Receive) -> None:
         """A message is announced: have the data sent."""
-        source, announced = receive.source, self._announced
+        source, announced = receive.source, self.announced
         assert source is not None, "the transport sets it before it reports"
         assert announced is not None, "allocate comes before"
         if self._done:
@@ -265,7 +262,7 @@ class DeviceRecvWork(RecvWork):
         self.peer = source
         self.nbytes = announced.nbytes
         self._source = source if self._number is None else self._number(source)
-        self._messages.matched(self, announced, source)
+        self._messages.matched(self, announced)
 
     def complete(self, error: BaseException | None) -> None:
         """The data is in place, or never will be."""
@@ -278,11 +275,10 @@ class DeviceRecvWork(RecvWork):
             _fail(self, error)
 
     def _give_up(self, timeout_s: float) -> None:
-        why = f"{self._described_message} is on a GPU, which cannot be stopped: the connection to rank {self.peer} ends"
-        _break_pair(self, self._timeout_error(timeout_s, why))
+        _expire(self, timeout_s)
 
     def give_back(self) -> bool:
-        """What has come to a GPU cannot be put back among the messages."""
+        """A message that has come to a GPU cannot be put back among the messages."""
         return False
 
     def _end(self) -> None:
@@ -291,7 +287,7 @@ class DeviceRecvWork(RecvWork):
 
 
 def _fail(work: DeviceSendWork | DeviceRecvWork, error: BaseException) -> None:
-    """End a message whose data was under way. The other end knows, if the end came from there."""
+    """End a message whose data was under way. The other end knows already if the end came from there."""
     if isinstance(error, DistError) and not isinstance(error, DistBackendError):
         work.message_failed(None, error)
     else:
@@ -301,27 +297,15 @@ def _fail(work: DeviceSendWork | DeviceRecvWork, error: BaseException) -> None:
         _break_pair(work, failure)
 
 
-def _break_pair(work: DeviceSendWork | DeviceRecvWork, error: DistError) -> None:
-    """A GPU cannot be stopped in the middle of a message, nor wait for one that does not come.
+def _expire(work: DeviceSendWork | DeviceRecvWork, timeout_s: float) -> None:
+    why = f"{work._described_message} is on a GPU, which cannot be stopped: the connection to rank {work.peer} ends"
+    _break_pair(work, work._timeout_error(timeout_s, why))
 
-    So the connection to the other rank ends with it, which is how that hears of it.
+
+def _break_pair(work: DeviceSendWork | DeviceRecvWork, error: DistError) -> None:
+    """End the connection to the other rank together with the message, so that the other rank hears of the end.
+
+    A GPU cannot be stopped in the middle of a message, nor wait for a message that does not come.
     """
     work._fail(error)
     work._owner.mesh.break_pair(work.peer, error)
-
-
-class _Unasked:
-    """The sink of answers: nothing waits for an answer to have left."""
-
-    def message_sent(self, token: Any) -> None:
-        """It has left."""
-
-    def message_received(self, token: Any, receive: Receive) -> None:
-        """Never: it is a send."""
-
-    def message_failed(self, token: Any, error: BaseException) -> None:
-        """The rank is gone; its waiters hear of that."""
-
-    def allocate(self, token: Any, source: int, nbytes: int, meta: bytes) -> memoryview:
-        """Never: it is a send."""
-        raise AssertionError("a send receives nothing")

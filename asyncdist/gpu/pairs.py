@@ -1,9 +1,13 @@
 """DevicePairs: moves the data of messages of GPU arrays: through NCCL, shared device memory, or the host's memory.
 
-NCCL where both ends have it and are on different GPUs: each direction of a pair has a communicator of its own, made by
-its first message, in which a message is a broadcast from one end to the other. So both ends need the same order, which
-is that of the receiver's answers, and opposite directions do not wait for each other. Between ranks on one GPU data
-goes through memory there (`ipc.messages`). Otherwise the sender copies to page-locked memory, chunk by chunk, and the
+NCCL, where both ends have NCCL and are on different GPUs. Each direction of a pair has a communicator of its own, which
+its first message opens; a message is a broadcast from one end to the other. Both ends take the order of the receiver's
+answers, and opposite directions do not wait for each other.
+
+Device memory, where both ranks are on one GPU. Each direction of a pair has memory that both can read, and a message is
+a broadcast there. If one rank cannot open the other's memory, waiting and later messages go through the host.
+
+The host's memory otherwise (`staged.message`): the sender copies to page-locked memory, chunk by chunk, and the
 receiver from there.
 """
 
@@ -13,6 +17,7 @@ import asyncio
 import dataclasses
 from collections import deque
 from collections.abc import Callable
+from itertools import count
 from typing import Any, Final
 
 import numpy as np
@@ -20,9 +25,10 @@ import numpy as np
 from asyncdist.arrays.device import DeviceArray, device_flat
 from asyncdist.collectives.arguments.call import NO_BLOCKS, Call
 from asyncdist.collectives.backend import CollectiveWork
+from asyncdist.concurrency.integers import derive_group_id
 from asyncdist.concurrency.tasks import start_task
 from asyncdist.errors import CollectiveMismatchError, DistBackendError, DistError
-from asyncdist.gpu.ipc.messages import IpcMessages
+from asyncdist.gpu.ipc.channel import IpcChannel, open_channel
 from asyncdist.gpu.messages import (
     IPC,
     NCCL,
@@ -51,9 +57,14 @@ WATCH_S: Final = 0.1
 """How often NCCL is asked for errors while messages are under way."""
 
 ENDING_S: Final = 10.0
-"""How long closing waits for NCCL to give communicators back."""
+"""How long closing waits until NCCL has given communicators back."""
+
+CLOSE_LIMIT_S: Final = 5.0
+"""How long a closing sender waits until its last messages are read, for which their works have waited already."""
 
 _BYTE: Final = np.dtype(np.uint8)
+_TAG: Final = 0
+
 AnyWork = DeviceSendWork | DeviceRecvWork
 
 
@@ -69,8 +80,7 @@ class DevicePairs:
         self._numbers: dict[int, int] = {}
         self._shares_memory = path in ("", "ipc")
         self._nccl_messages: dict[tuple[int, bool], _NcclMessages] = {}
-        self._shared: dict[tuple[int, bool], IpcMessages] = {}
-        self._numbers_here: dict[AnyWork, int] = {}
+        self._shared: dict[tuple[int, bool], _IpcMessages] = {}
         self._helpers = Helpers(around.loop, (around.runtime, around.device))
         self._staged = StagedMessages(around, self._id, self._helpers)
         self._works: dict[AnyWork, int] = {}
@@ -115,44 +125,42 @@ class DevicePairs:
         """See DeviceMessages."""
         refuse_message(self._around.mesh, self._around.group_id, source, number, why)
 
-    def matched(self, work: DeviceRecvWork, announcement: Announcement, source: int) -> None:
+    def matched(self, work: DeviceRecvWork, announced: Announcement) -> None:
         """See DeviceMessages."""
-        self._works[work] = source
+        self._works[work] = work.peer
         self._watch()
         try:
-            self._receive(work, announcement, source)
+            self._receive(work, announced, work.peer)
         except Exception as error:  # the caller is the transport
             work.complete(error)
 
-    def _receive(self, work: DeviceRecvWork, announcement: Announcement, source: int) -> None:
+    def _receive(self, work: DeviceRecvWork, announced: Announcement, source: int) -> None:
         """Choose the way of the data, tell the sender, and receive the data that way."""
-        device_id = self.runtime.device_id(work.array.device)
-        apart = (announcement.host, announcement.device_id) != (self._host, device_id)
-        if self._nccl is not None and announcement.nccl and apart and announcement.nbytes:
+        device = work.array.device
+        apart = (announced.host, announced.device_id) != (self._host, self.runtime.device_id(device))
+        if self._nccl is not None and announced.nccl and apart and announced.nbytes:
             messages = self._nccl_messages.get((source, False))
             if messages is None:
-                messages = _NcclMessages(self, source, work.array.device, announcement.device_id)
+                messages = _NcclMessages(self, source, device, announced.device_id, None)
                 self._nccl_messages[source, False] = messages
-            if messages.fits(work.array.device, announcement.device_id):
-                messages.receive(work, announcement)
+            if messages.fits(device, announced.device_id):
+                messages.receive(work, announced)
                 return
-        if self._shares_memory and not apart and announcement.nbytes and source != self._around.mesh.rank:
+        if self._shares_memory and not apart and announced.nbytes and source != self._around.mesh.rank:
             shared = self._ipc_messages(source, sending=False)
             if not shared.broken:
-                self._numbers_here[work] = announcement.number
-                self._answer(source, announcement.number, IPC)
-                shared.add(work, work.array[: announcement.nbytes // work.array.itemsize])
+                self._answer(source, announced.number, IPC)
+                shared.add(work, _received(work, announced))
                 return
-        self._answer(source, announcement.number, STAGED)
-        self._staged.receive(work, announcement.number, announcement.nbytes, source)
+        self._answer(source, announced.number, STAGED)
+        self._staged.receive(work, announced)
 
-    def _ipc_messages(self, peer: int, *, sending: bool) -> IpcMessages:
+    def _ipc_messages(self, peer: int, *, sending: bool) -> _IpcMessages:
         messages = self._shared.get((peer, sending))
         if messages is None:
             ends = (self._around.mesh.rank, peer)
             sender, receiver = ends if sending else ends[::-1]
-            messages = IpcMessages(self._around, sender, receiver, self._helpers, self._stage)
-            self._shared[peer, sending] = messages
+            messages = self._shared[peer, sending] = _IpcMessages(self, sender, receiver)
         return messages
 
     def _stage(self, work: AnyWork) -> None:
@@ -160,7 +168,8 @@ class DevicePairs:
         if isinstance(work, DeviceSendWork):
             self._staged.send(work)
         else:
-            self._staged.receive(work, self._numbers_here[work], work.nbytes, work.peer)
+            assert work.announced is not None, "it has matched"
+            self._staged.receive(work, work.announced)
 
     def _answer(self, source: int, number: int, answer: bytes) -> None:
         answer_message(self._around.mesh, self._around.group_id, source, number, answer)
@@ -179,8 +188,9 @@ class DevicePairs:
         elif how == NCCL and self._nccl is not None:
             messages = self._nccl_messages.get((work.peer, True))
             if messages is None:
-                messages = self._nccl_messages[work.peer, True] = _NcclMessages(self, work.peer, work.array.device, "")
-            messages.send(work, answer[1:])
+                messages = _NcclMessages(self, work.peer, work.array.device, "", answer[1:])
+                self._nccl_messages[work.peer, True] = messages
+            messages.send(work, work.array.flat())
         elif how == UNWANTED:
             work.complete(not_received(work.peer))
         else:
@@ -196,7 +206,6 @@ class DevicePairs:
     def ended(self, work: AnyWork) -> None:
         """See DeviceMessages."""
         self._works.pop(work, None)
-        self._numbers_here.pop(work, None)
         self._staged.forget(work)
         self._around.events.give(work.ready)
 
@@ -253,19 +262,27 @@ class DevicePairs:
 
 
 class _NcclMessages:
-    """One direction of a pair through NCCL: its sender is rank 0 of the communicator, its receiver rank 1."""
+    """One direction of a pair through NCCL: its sender is rank 0 of the communicator, its receiver rank 1.
 
-    def __init__(self, pairs: DevicePairs, peer: int, device: int, peer_device: str) -> None:
+    `unique_id` is what the receiver has answered; None on the receiver, which makes the id.
+    """
+
+    def __init__(self, pairs: DevicePairs, peer: int, device: int, peer_device: str, unique_id: bytes | None) -> None:
+        around, nccl = pairs._around, pairs._nccl
+        assert nccl is not None, "asked before"
         self._pairs = pairs
-        self._around = pairs._around
+        self._loop = around.loop
         self._peer = peer
         self._device = device
         self._peer_device = peer_device
-        self._channel: NcclChannel | None = None
-        self._opening: asyncio.Task[None] | None = None
-        self._unique_id = b""
+        self._nccl = nccl
         self._unanswered: deque[int] = deque()
-        self._count = 0
+        self._unique_id = b""
+        self._numbers = count(1)
+        ranks = (peer, around.mesh.rank) if unique_id is None else (around.mesh.rank, peer)
+        pair = dataclasses.replace(around, ranks=ranks, rank=int(unique_id is None))
+        self._channel = NcclChannel(pair, nccl, 0, 0, (device,), lambda _never: None)
+        self._opening = start_task(self._loop, self._open(unique_id), name="open NCCL for messages")
 
     def fits(self, device: int, peer_device: str) -> bool:
         """Whether messages between these GPUs go this way."""
@@ -274,69 +291,118 @@ class _NcclMessages:
     def receive(self, work: DeviceRecvWork, announced: Announcement) -> None:
         """Queue a message and answer it, in order."""
         self._unanswered.append(announced.number)
-        if self._channel is None:
-            self._make(receiving=True)
-            self._opening = start_task(self._around.loop, self._open(None), name="open NCCL for messages")
-        elif self._unique_id:
-            self._answer_all()
-        size = announced.nbytes // max(1, work.array.itemsize)
-        self._add(work, work.array[:size])
+        self._answer_all()
+        self.send(work, _received(work, announced))
 
-    def send(self, work: DeviceSendWork, unique_id: bytes) -> None:
-        """Queue a message that was answered."""
-        if self._channel is None:
-            self._make(receiving=False)
-            self._opening = start_task(self._around.loop, self._open(unique_id), name="open NCCL for messages")
-        self._add(work, work.array.flat())
-
-    def _make(self, *, receiving: bool) -> None:
-        around, nccl = self._around, self._pairs._nccl
-        assert nccl is not None, "asked before"
-        own = around.mesh.rank
-        ranks = (self._peer, own) if receiving else (own, self._peer)
-        pair = dataclasses.replace(around, ranks=ranks, rank=int(receiving))
-        self._channel = NcclChannel(pair, nccl, 0, 0, (self._device,), lambda _never: None)
+    def send(self, work: AnyWork, array: DeviceArray) -> None:
+        """Queue a message that was answered, or is about to be."""
+        call, part = _as_broadcast(self._loop, work, array, next(self._numbers))
+        self._channel.add(NcclOperation(call, part, lambda _part, error: work.complete(error)))
 
     async def _open(self, unique_id: bytes | None) -> None:
-        channel, nccl = self._channel, self._pairs._nccl
-        assert channel is not None
-        assert nccl is not None
+        channel, around = self._channel, self._pairs._around
         try:
             if unique_id is None:
-                unique_id = self._unique_id = await in_thread(
-                    self._around.loop, nccl.unique_id, on=(self._around.runtime, self._around.device)
-                )
+                on = around.runtime, around.device
+                unique_id = self._unique_id = await in_thread(self._loop, self._nccl.unique_id, on=on)
                 self._answer_all()
             await channel.open(unique_id)
-        except asyncio.CancelledError:
-            raise
         except Exception as error:
             failure = error if isinstance(error, DistError) else DistBackendError(f"NCCL cannot be opened: {error}")
             for operation in list(channel.operations.values()):
                 operation.on_end(operation.work, failure)
 
     def _answer_all(self) -> None:
-        while self._unanswered:
+        while self._unique_id and self._unanswered:
             self._pairs._answer(self._peer, self._unanswered.popleft(), NCCL + self._unique_id)
-
-    def _add(self, work: AnyWork, array: DeviceArray) -> None:
-        channel = self._channel
-        assert channel is not None
-        self._count += 1
-        flat: Any = device_flat(array, writable=False)
-        call = Call("broadcast", _BYTE, array.nbytes, NO_BLOCKS, (flat,), None, device=self._device, ready=work.ready)
-        part = CollectiveWork(self._around.loop, work.operation, array.nbytes, 0, self._count, None)
-        part.on_device = tail_of(work)
-        channel.add(NcclOperation(call, part, lambda _part, error: work.complete(error)))
 
     def failure(self) -> str:
         """What NCCL says has gone wrong."""
-        return "" if self._channel is None else self._channel.async_error()
+        return self._channel.async_error()
 
     def end(self, *, in_order: bool) -> None:
         """Give the communicator up."""
+        self._opening.cancel()
+        self._pairs._helpers.keep(self._opening)
+        self._channel.end(self._pairs._helpers, in_order=in_order)
+
+
+class _IpcMessages:
+    """One direction of a pair through device memory. Both ends stage the same messages if that fails."""
+
+    def __init__(self, pairs: DevicePairs, sender: int, receiver: int) -> None:
+        around = pairs._around
+        ranks = (sender, receiver)
+        rank = ranks.index(around.mesh.rank)
+        group_id = derive_group_id(around.group_id, "ipc messages", sender, receiver)
+        self._exchange = around.exchange.among(group_id, ranks, rank)
+        self._around = dataclasses.replace(
+            around, group_id=group_id, ranks=ranks, rank=rank, exchange=self._exchange, members=()
+        )
+        self.broken = False
+        """Whether messages go through the host."""
+        self._pairs = pairs
+        self._held: deque[tuple[AnyWork, DeviceArray]] = deque()
+        self._channel: IpcChannel | None = None
+        self._numbers = count()
+        self._opening: asyncio.Task[None] | None = start_task(around.loop, self._open(), name="open memory of messages")
+
+    def add(self, work: AnyWork, array: DeviceArray) -> None:
+        """Move a message; `array` is as long as the message."""
+        channel = self._channel
+        if self.broken:
+            self._pairs._stage(work)
+        elif channel is None:
+            self._held.append((work, array))
+        elif not work.done():  # given up meanwhile, and the pair with it
+            call, part = _as_broadcast(self._around.loop, work, array, next(self._numbers))
+            channel.start(call, part, lambda _part, error: work.complete(error), array.nbytes & 0xFFFF_FFFF)
+
+    async def _open(self) -> None:
+        failure: DistError | None = None
+        try:
+            self._channel = await open_channel(self._around, _TAG, first=False)
+        except DistError as error:
+            failure = error
+        self.broken = self._channel is None
+        self._opening = None
+        held, self._held = self._held, deque()
+        for work, array in held:
+            if failure is not None:
+                work.complete(failure)
+            else:
+                self.add(work, array)
+
+    def end(self, error: BaseException) -> None:
+        """Move nothing more. The works have failed, or the caller fails them."""
+        self._exchange.abort(error)
         if self._opening is not None:
             self._opening.cancel()
-            self._pairs._helpers.keep(self._opening)
         if self._channel is not None:
-            self._channel.end(self._pairs._helpers, in_order=in_order)
+            self._channel.stop()
+
+    async def close(self) -> None:
+        """Give the memory back, bounded."""
+        if self._opening is not None:
+            self._opening.cancel()
+            await asyncio.wait([self._opening])
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.shut(self._pairs._helpers, CLOSE_LIMIT_S)
+        self._exchange.close()
+
+
+def _received(work: DeviceRecvWork, announced: Announcement) -> DeviceArray:
+    """The part of the receive's array that the message fills."""
+    return work.array[: announced.nbytes // max(1, work.array.itemsize)]
+
+
+def _as_broadcast(
+    loop: asyncio.AbstractEventLoop, work: AnyWork, array: DeviceArray, number: int
+) -> tuple[Call, CollectiveWork]:
+    """The broadcast between the two ranks that moves a message, and the broadcast's Work."""
+    flat: Any = device_flat(array, writable=False)
+    call = Call("broadcast", _BYTE, array.nbytes, NO_BLOCKS, (flat,), None, device=array.device, ready=work.ready)
+    part = CollectiveWork(loop, work.operation, array.nbytes, _TAG, number, None)
+    part.on_device = tail_of(work)
+    return call, part

@@ -1,131 +1,145 @@
-"""DevicePath: one way to carry out a group's operations on GPU arrays, the same one on all its ranks.
+"""DevicePath: one way to carry out a group's operations on GPU arrays, the same way on all its ranks.
 
-The group's `DeviceBackend` finds out with the other ranks which path it takes, and hands the operations over in order.
+The group's `DeviceBackend` and the other ranks agree on the path. The backend then hands over the operations in order.
 
-What a path is given in a `Call` on GPU arrays: `inputs` and `outputs` are one-dimensional `DeviceArray`s, all
-on `Call.device`; `pieces` hold such arrays too. `ready` are events, recorded on the caller's streams at the call: the
-first thing a path does on a stream of its own is to wait for them. A call with `members` is several in one (the
-coalesced and the multi-device forms): each member is a complete Call of its own, with arrays on its own `device`, and
-they are carried out together; the outer call's `inputs` and `outputs` are empty.
+In a `Call` on GPU arrays `inputs` and `outputs` are one-dimensional `DeviceArray`s on `Call.device`, and so are the
+arrays of `pieces`. `ready` are events that were recorded on the caller's streams at the call: on each stream of its
+own, a path waits for them first. A call with `members` is several calls in one, for the coalesced and the multi-device
+forms: each member is a complete Call with arrays on its own `device`, and all are carried out together. The outer
+call's `inputs` and `outputs` are empty.
 """
 
 from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Final, NamedTuple, Protocol, Self
 
 import numpy as np
 
-from asyncdist.arrays.reduce_op import ReduceOpLike
-from asyncdist.collectives.arguments.call import Call
+from asyncdist.collectives.arguments.call import Call, barrier
+from asyncdist.collectives.arguments.items import Terms, all_gather_array
 from asyncdist.collectives.backend import CollectiveWork
-from asyncdist.collectives.executor.scratch import ScratchPool
+from asyncdist.collectives.host.backend import HostBackend
+from asyncdist.concurrency.integers import derive_group_id
 from asyncdist.cuda import Nccl, Provider, Runtime
 from asyncdist.gpu.cuda_events import Completions
-from asyncdist.gpu.host_exchange import HostExchange
 from asyncdist.gpu.streams import EventPool
-from asyncdist.plan.selection.tuning import Tuning
+from asyncdist.gpu.threads import settle
 from asyncdist.transport.base_mesh import BaseMesh
 
-__all__ = ["DevicePath", "Member", "OnEnd", "Surroundings", "have_own_devices"]
+__all__ = ["MAX_MESSAGE_BYTES", "DeviceOwner", "DevicePath", "HostExchange", "Member", "OnEnd", "Surroundings"]
 
 OnEnd = Callable[[CollectiveWork, BaseException | None], None]
 
+MAX_MESSAGE_BYTES: Final = 1 << 16
+"""Longest message of a rank in an exchange, some identifiers and memory handles: no peer makes us allocate more."""
+
 
 class Member(NamedTuple):
-    """What a rank says of itself when the path is chosen."""
+    """What a rank tells the others before they choose a path."""
 
     host: str
-    """Equal for ranks that are on one host."""
+    """Equal on all ranks of one host."""
     device_ids: tuple[str, ...]
-    """The GPUs of its first call's arrays, by UUID; one but for the multi-device forms."""
+    """UUIDs of the GPUs that the arrays of its first call are on. Multi-device forms have several."""
     nccl: int
-    """NCCL's version there, 0 without."""
+    """Version of NCCL; 0 without NCCL."""
     wish: str
-    """The path it wants, empty if it has none: what its backend or ASYNCDIST_CUDA_PATH says."""
+    """The path that its backend or ASYNCDIST_CUDA_PATH asks for; empty for the best."""
     bound: bool = False
-    """Whether it was bound to its GPU when the group was made."""
+    """Whether the rank was bound to its GPU when the group was made."""
+
+
+class DeviceOwner(Protocol):
+    """What the group does for its operations on GPU arrays. `rank` is a global rank."""
+
+    def give_up(self, tag: int, sequence: int, why: str) -> None:
+        """Fail an operation under way, here and on all other ranks. The group goes on."""
+
+    def ask(self, tag: int, sequence: int, rank: int) -> bool:
+        """Ask `rank` what it runs there; a difference fails the operation. False if `rank` is gone."""
+
+    def differs(self, tag: int, sequence: int, rank: int) -> None:
+        """`rank` runs something else there, though the operation has ended well here."""
+
+    def watch_parts(self, group_id: int, tag: int) -> None:
+        """Messages of `group_id` are parts of the operations of `tag`: their tag is the operation's number.
+
+        Messages that are left when an operation has ended show that another rank runs something else.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """What a path works with. `rank` is our place among `ranks`, the members' global ranks in group order."""
+    """What a path works with. `rank` is this rank's place among `ranks`, the global ranks in group order."""
 
     loop: asyncio.AbstractEventLoop
     mesh: BaseMesh
     group_id: int
     ranks: tuple[int, ...]
     rank: int
-    pool: ScratchPool
-    tuning: Tuning
     runtime: Runtime
     nccl: Nccl | None
-    device: int
-    """The GPU of this rank's arrays; calls on others are refused before they come here, but for multi-device ones."""
-    members: tuple[Member, ...]
     completions: Completions
     events: EventPool
-    """Events to be recorded. The caller gives those of `Call.ready` back once the call has ended."""
+    """Events to be recorded. The caller gives the events of `Call.ready` back once the call has ended."""
     exchange: HostExchange
-    """Small messages among the group, and host collectives (`host_backend`) that no operation of the group meets."""
-    timeout_s: float | None
-    give_up: Callable[[int, int, str], None]
-    """`give_up(tag, sequence, why)`: fail an operation under way, here and on all other ranks; the group goes on."""
-    differs: Callable[[int, int, int], None]
-    """`differs(tag, sequence, rank)`: that global rank runs something else there, though it has ended well here."""
-    watch_parts: Callable[[int, int], None]
-    """`watch_parts(group_id, tag)`: messages with that id are parts of operations of `tag`, whose number is their tag.
-    Those left when an operation has ended show that another rank runs something else."""
+    """Small messages among the group, and host collectives (`host_backend`) apart from the group's own."""
+    owner: DeviceOwner
+    device: int = 0
+    """The GPU of this rank's arrays. Only multi-device calls have arrays on others."""
+    members: tuple[Member, ...] = ()
 
 
 class DevicePath(ABC):
-    """See the module. Made by `open` once all ranks have chosen it; all methods are called on the loop's thread."""
+    """See the module. All ranks choose the same path, then each `open`s it. Methods are called on the loop's thread."""
 
     name: ClassVar[str]
 
     hears_who_leaves: ClassVar[bool] = True
-    """Whether an operation fails by itself once a rank has left that it waits for."""
+    """Whether an operation fails by itself once a rank that it waits for has left."""
 
     takes_messages: ClassVar[bool] = True
     """Whether messages of other ranks move operations on."""
 
     @classmethod
-    @abstractmethod
     async def open(cls, around: Surroundings) -> Self:
         """Make the path of a group, on all its ranks at about the same time.
 
-        Raises DistError when it cannot be, which aborts the group. Cancelling leaves nothing behind.
+        Raises DistError when the path cannot be made, which aborts the group. Cancelling leaves nothing behind.
         """
+        return cls(around)
+
+    def __init__(self, around: Surroundings) -> None:
+        self._around = around
 
     def warm_up(self) -> None:
-        """Make what the first operation needs before there is one: all ranks are bound to their GPUs."""
+        """Make what the first operation will need. All ranks are bound to their GPUs."""
         return
 
     @classmethod
-    @abstractmethod
-    def refusal(
-        cls, provider: Provider, device: int, collective: str, dtype: np.dtype[Any], op: ReduceOpLike | None
-    ) -> str:
-        """Why this path cannot carry out a collective, for a TypeError; empty if it can.
+    def refusal(cls, provider: Provider, call: Call) -> str:
+        """Why this path cannot carry out `call`, for a TypeError; empty if the path can.
 
-        Asked at the call, before the path is open too, so it must say the same on all ranks whose `device` is alike.
+        Asked at the call, also before the path is open. The answer must be the same on ranks with equal GPUs.
         """
+        return ""
 
     @abstractmethod
     def start(self, call: Call, work: CollectiveWork, on_end: OnEnd) -> None:
-        """Begin `call`; `on_end(work, None)` on the loop once results are complete on the GPU, or with an error.
+        """Begin `call`. `on_end(work, None)` on the loop once results are complete on the GPU, or with an error.
 
-        It must not block the loop for a millisecond. `on_end` may be called before this returns, and is not called
-        for operations forgotten by `drop` and `abort`. Arrays and events are kept until then. Where results will be on
-        a stream before the host knows, `work.on_device.queued(events)` is told the events recorded after them.
+        Must not block the loop for a millisecond. `on_end` may be called before this returns. It is not called for
+        operations that `drop` and `abort` forget. Arrays and events are kept until then. Where results are on a stream
+        before the host knows of their end, `work.on_device.queued(events)` gets the events recorded after them.
         """
 
     @abstractmethod
     def drop(self, tag: int, sequence: int) -> None:
-        """Forget one operation: it was refused, here or elsewhere, perhaps before it was started here. Others go on."""
+        """Forget an operation that was refused here or elsewhere, perhaps before its start here. Others go on."""
 
     @abstractmethod
     def waiting_for(self, tag: int, sequence: int) -> tuple[int, ...]:
@@ -133,18 +147,19 @@ class DevicePath(ABC):
 
     @abstractmethod
     def abort(self, error: BaseException) -> None:
-        """Forget everything under way, and make what runs on the GPU end, from threads if that may block."""
+        """Forget everything under way, and end what runs on the GPU, in threads if that may block."""
 
     @abstractmethod
     def close(self) -> None:
-        """The group is closed, nothing is under way: give back what outlives that. Idempotent, also after abort."""
+        """Give back what outlives operations. The group is closed, nothing is under way. Idempotent, also after
+        abort."""
 
     async def wait_closed(self) -> None:
-        """Wait, bounded, until threads of `abort` and `close` have ended; called after one of them."""
+        """Wait, bounded, for the threads of `abort` and `close`; called after one of them."""
         return
 
     def failure(self) -> str:
-        """What has gone wrong meanwhile without an operation noticing, if anything; asked a few times a second."""
+        """What has gone wrong without an operation noticing, if anything. Asked a few times a second."""
         return ""
 
     def describe(self) -> str:
@@ -152,7 +167,74 @@ class DevicePath(ABC):
         return self.name
 
 
-def have_own_devices(members: Sequence[Member]) -> bool:
-    """Whether no two ranks use the same GPU."""
-    used = [(member.host, device) for member in members for device in member.device_ids]
-    return len(set(used)) == len(used)
+class HostExchange:
+    """Small messages among the ranks of a group, beside its operations: GPU paths use them to agree.
+
+    The messages are collectives of a hidden group over the same authenticated connections. Its id is derived from that
+    of the visible group. Ranks must agree on the `number` of each exchange of a tag.
+    """
+
+    def __init__(self, mesh: BaseMesh, group_id: int, ranks: tuple[int, ...], rank: int, **options: Any) -> None:
+        """`options` are those of HostBackend: loop, pool and tuning."""
+        self._mesh = mesh
+        self._group_id = group_id
+        self._ranks = ranks
+        self._rank = rank
+        self._options = options
+        self._backends: dict[str, HostBackend] = {}
+        self._terms = Terms(rank, ranks, False, MAX_MESSAGE_BYTES, MAX_MESSAGE_BYTES * len(ranks))
+
+    def among(self, group_id: int, ranks: tuple[int, ...], rank: int) -> HostExchange:
+        """An exchange of another group, with the same connections and options."""
+        return HostExchange(self._mesh, group_id, ranks, rank, **self._options)
+
+    def host_backend(self, name: str) -> HostBackend:
+        """Host collectives of their own: a backend for each `name`, the same on all ranks."""
+        backend = self._backends.get(name)
+        if backend is None:
+            group_id = derive_group_id(self._group_id, "device", name)
+            backend = HostBackend(self._mesh, group_id, self._ranks, self._rank, **self._options)
+            self._backends[name] = backend
+        return backend
+
+    async def all_gather(self, name: str, tag: int, number: int, message: bytes) -> list[bytes]:
+        """Every rank's `message` (at most MAX_MESSAGE_BYTES), in rank order. Cancelling forgets the exchange here.
+
+        Raises PeerLostError when a rank is gone, CollectiveMismatchError where ranks exchange something else, or more.
+        """
+        if len(message) > MAX_MESSAGE_BYTES:
+            raise ValueError(f"a message of {len(message)} bytes, at most {MAX_MESSAGE_BYTES} are exchanged")
+        call = all_gather_array(np.frombuffer(message, np.uint8), self._terms)
+        arrays = await self._run(name, call, tag, number)
+        return [array.tobytes() for array in arrays]
+
+    async def barrier(self, name: str, tag: int, number: int) -> None:
+        """Return once every rank has called this. Raises as `all_gather`."""
+        await self._run(name, barrier(), tag, number)
+
+    async def _run(self, name: str, call: Call, tag: int, number: int) -> Any:
+        """Carry out one host collective and return its result. Cancelling forgets the collective here."""
+        backend = self.host_backend(name)
+        ended: asyncio.Future[None] = backend.loop.create_future()
+        work = CollectiveWork(backend.loop, f"{call.collective} of a GPU path", call.nbytes, tag, number, call.result)
+        try:
+            backend.start(call, work, lambda _work, error: settle(ended, None, error))
+            await ended
+        except asyncio.CancelledError:
+            backend.drop(tag, number)
+            raise
+        return work.value
+
+    def waiting_for(self, name: str, tag: int, number: int) -> tuple[int, ...]:
+        """Global ranks that an exchange under way has not heard from."""
+        backend = self._backends.get(name)
+        return () if backend is None else backend.waiting_for(tag, number)
+
+    def abort(self, error: BaseException) -> None:
+        """Forget everything under way. The caller cancels the tasks that wait here."""
+        for backend in self._backends.values():
+            backend.abort(error)
+
+    def close(self) -> None:
+        for backend in self._backends.values():
+            backend.close()

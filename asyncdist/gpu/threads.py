@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 from asyncdist.cuda.interface import Resource, Runtime, Stream
 from asyncdist.errors import DistBackendError
 
-__all__ = ["Helpers", "close_all", "close_behind", "discard_made", "in_thread", "made_in_thread", "stay_on"]
+__all__ = ["Helpers", "close_all", "close_behind", "discard_made", "in_thread", "made_in_thread", "settle", "stay_on"]
 
 T = TypeVar("T")
 
@@ -36,6 +36,16 @@ def stay_on(runtime: Runtime, device: int) -> None:
         runtime.set_device(device)
 
 
+def settle(future: asyncio.Future[T], result: T, error: BaseException | None) -> None:
+    """End a future with `result`, or with `error` if there is one; do nothing if the future has ended."""
+    if future.done():
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)
+
+
 def in_thread(
     loop: asyncio.AbstractEventLoop,
     function: Callable[..., T],
@@ -53,14 +63,9 @@ def in_thread(
     future: asyncio.Future[T] = loop.create_future()
     answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
-    def settle(result: T | None, error: BaseException | None) -> None:
+    def answer(result: Any, error: BaseException | None) -> None:
         answers.put(not future.done())
-        if future.done():
-            return
-        if error is None:
-            future.set_result(result)  # type: ignore[arg-type]
-        else:
-            future.set_exception(error)
+        settle(future, result, error)
 
     def run() -> None:
         result, failure, _kept = None, None, keep_alive
@@ -70,7 +75,7 @@ def in_thread(
         except BaseException as error:
             failure = error
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, result, failure)
+            loop.call_soon_threadsafe(answer, result, failure)
         if discard is not None and failure is None and not _is_taken(loop, answers):
             with contextlib.suppress(DistBackendError):
                 discard(result)  # type: ignore[arg-type]

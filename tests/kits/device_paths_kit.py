@@ -14,8 +14,7 @@ import asyncdist as dist
 from asyncdist.collectives.arguments.call import Call
 from asyncdist.collectives.backend import CollectiveWork
 from asyncdist.gpu.cuda_events import Completions
-from asyncdist.gpu.host_exchange import HostExchange
-from asyncdist.gpu.path import DevicePath, Member, Surroundings
+from asyncdist.gpu.path import DevicePath, HostExchange, Member, Surroundings
 from asyncdist.gpu.streams import EventPool, ready_for
 from asyncdist.testing import run_world
 from asyncdist.testing.fake_cuda import FakeRuntime
@@ -29,6 +28,19 @@ PATIENT_TURNS = 20
 
 CHANGE_TURNS = 30
 """In which one stream is slow, on average: others notice, and a test of many operations has many such streams."""
+
+
+class _Owner:
+    """A group that does nothing for its operations."""
+
+    def give_up(self, tag: int, sequence: int, why: str) -> None: ...
+
+    def ask(self, tag: int, sequence: int, rank: int) -> bool:
+        return True
+
+    def differs(self, tag: int, sequence: int, rank: int) -> None: ...
+
+    def watch_parts(self, group_id: int, tag: int) -> None: ...
 
 
 class PathRank:
@@ -52,8 +64,6 @@ class PathRank:
             group_id=group.group_id,
             ranks=group.ranks,
             rank=group.rank,
-            pool=pool,
-            tuning=tuning,
             runtime=runtime,
             nccl=None,
             device=0,
@@ -61,10 +71,7 @@ class PathRank:
             completions=self.completions,
             events=self.events,
             exchange=exchange,
-            timeout_s=None,
-            give_up=lambda tag, sequence, why: None,
-            differs=lambda tag, sequence, rank: None,
-            watch_parts=lambda group_id, tag: None,
+            owner=_Owner(),
         )
         self._kind = path
         self.path: Any = None

@@ -35,10 +35,9 @@ from asyncdist.collectives.backend import CollectiveWork
 from asyncdist.concurrency import trace as events
 from asyncdist.cuda.interface import Event, Stream
 from asyncdist.errors import DistBackendError, DistError, PeerLostError, RemoteProtocolError
-from asyncdist.gpu.ipc.operation import DONE, READ, TOLD, IpcOperation
+from asyncdist.gpu.ipc.operation import DONE, READ, TOLD, IpcOperation, Record, Signals
 from asyncdist.gpu.ipc.plan import is_small
 from asyncdist.gpu.ipc.scratch import SMALL_SLOTS, IpcScratch, open_scratch
-from asyncdist.gpu.ipc.signals import Record, Signals
 from asyncdist.gpu.path import OnEnd, Surroundings
 from asyncdist.gpu.threads import Helpers, close_all, in_thread
 
@@ -294,7 +293,7 @@ class IpcChannel:
         if operation is not None and not operation.stopped:
             operation.heard(member, record)
         elif self._ended.get(record.sequence, record.fingerprint) != record.fingerprint:
-            self._around.differs(self._tag, record.sequence, self.ranks[member])
+            self._around.owner.differs(self._tag, record.sequence, self.ranks[member])
 
     def _is_through(self, member: int, sequence: int) -> None:
         """`member`, perhaps this rank, neither reads nor writes our slots for an operation any more."""

@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import Any, ClassVar, Final, Self
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from asyncdist.arrays.reduce_op import CustomOp, PremulSum, ReduceOp, ReduceOpLike
+from asyncdist.arrays.reduce_op import CustomOp, PremulSum, ReduceOp
 from asyncdist.collectives.arguments.call import Call
 from asyncdist.collectives.backend import CollectiveWork
 from asyncdist.concurrency import trace as events
 from asyncdist.concurrency.tasks import start_task
-from asyncdist.cuda import Provider
 from asyncdist.cuda.interface import MAX_SOURCES
 from asyncdist.errors import DistError
 from asyncdist.gpu.ipc.channel import IpcChannel, open_channel
@@ -67,23 +66,13 @@ class CudaIpcPath(DevicePath):
 
     name: ClassVar[str] = "ipc"
 
-    def __init__(self, around: Surroundings, staged: StagedPath) -> None:
-        self._around = around
-        self._staged = staged
+    def __init__(self, around: Surroundings) -> None:
+        super().__init__(around)
+        self._staged = StagedPath(around)
         self._tags: dict[int, _Tag] = {}
         self._fingerprints: dict[tuple[Any, ...], int] = {}
         self._helpers = Helpers(around.loop, (around.runtime, around.device))
         self._private = PrivateInputs(around, self._helpers)
-
-    @classmethod
-    async def open(cls, around: Surroundings) -> Self:
-        """Make the path; what takes time waits for the first operation of each tag."""
-        return cls(around, await StagedPath.open(around))
-
-    @classmethod
-    def refusal(cls, provider: Provider, device: int, collective: str, dtype: Any, op: ReduceOpLike | None) -> str:
-        """Nothing is refused that could go through the host."""
-        return StagedPath.refusal(provider, device, collective, dtype, op)
 
     def start(self, call: Call, work: CollectiveWork, on_end: OnEnd) -> None:
         """See DevicePath."""

@@ -26,12 +26,9 @@ from typing import Final, NamedTuple, TypeAlias
 
 from asyncdist.arrays.reduce_op import CustomOp, PremulSum, ReduceOp, ReduceOpLike
 from asyncdist.collectives.arguments.call import Call
-from asyncdist.gpu.extents import NOTHING, Extent, input_blocks, output_blocks
+from asyncdist.gpu.extents import ALIGN_BYTES, NOTHING, Extent, aligned, input_blocks, output_blocks
 
-__all__ = ["ALIGN_BYTES", "CALLERS", "PLANNED", "Chunk", "Combine", "Move", "Place", "Stage", "chunks", "is_small"]
-
-ALIGN_BYTES: Final = 256
-"""Parts of a slot begin at multiples of this: what CUDA's own allocations are aligned to, and every element divides."""
+__all__ = ["CALLERS", "PLANNED", "Chunk", "Combine", "Move", "Place", "Stage", "chunks", "is_small"]
 
 CALLERS: Final = -1
 """In a Place, instead of a rank: the caller's memory, at an address."""
@@ -284,7 +281,7 @@ def _two_shots(
     for index in range(_count([source], slot_bytes)):
         start, stop = index * slot_bytes, (index + 1) * slot_bytes
         part = source.part(start, stop)
-        slice_bytes = _aligned(-(-part.nbytes // size))
+        slice_bytes = aligned(-(-part.nbytes // size))
         slices = [part.part(other * slice_bytes, (other + 1) * slice_bytes) for other in range(size)]
         holders = tuple(other for other in range(size) if slices[other].nbytes)
         others = tuple(other for other in holders if other != rank)
@@ -308,10 +305,6 @@ def _two_shots(
             )
             stages.append(Stage(others, taken))
         yield _chunk(*stages, writes=True)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def _others(rank: int, size: int) -> tuple[int, ...]:

@@ -17,7 +17,8 @@ from asyncdist.concurrency import trace as events
 from asyncdist.concurrency.tasks import start_task
 from asyncdist.cuda.interface import Memory, Runtime
 from asyncdist.errors import DistBackendError
-from asyncdist.gpu.ipc.plan import ALIGN_BYTES, Place
+from asyncdist.gpu.extents import ALIGN_BYTES
+from asyncdist.gpu.ipc.plan import Place
 from asyncdist.gpu.path import Surroundings
 from asyncdist.gpu.threads import close_all, in_thread, made_in_thread
 

@@ -19,6 +19,7 @@ from asyncdist.collectives.backend import CollectiveWork
 from asyncdist.concurrency.tasks import start_task
 from asyncdist.cuda import Communicator, Event, Memory, Nccl, Runtime, Stream
 from asyncdist.errors import DistBackendError
+from asyncdist.gpu.extents import aligned
 from asyncdist.gpu.nccl.calls import ISSUE, Place, alone, talks_to
 from asyncdist.gpu.path import OnEnd, Surroundings
 from asyncdist.gpu.threads import Helpers, close_all, close_behind, discard_made, in_thread
@@ -38,9 +39,6 @@ are being put together. A launch that takes longer waits for a peer, inside of N
 
 LEAST_SCRATCH_BYTES: Final = 2 << 20
 """CUDA allocates no less. Doubled until it is enough: all that is outgrown is together less than the last."""
-
-ALIGN_BYTES: Final = 256
-"""Where parts of it begin: what CUDA's own allocations are aligned to."""
 
 _COMMUNICATOR: Final = "communicator"
 """Its first launch connects, where the environment, or a library that used NCCL before us, has it so."""
@@ -139,6 +137,10 @@ class NcclChannel:
         self._go_on()
 
     # Operations.
+
+    def carries(self, number: int) -> bool:
+        """Whether the operation of that number comes here."""
+        return self.first <= number and (self.limit is None or number < self.limit)
 
     def add(self, operation: NcclOperation) -> None:
         """Queue an operation behind the others."""
@@ -322,7 +324,7 @@ class _Scratch:
         """Bytes, by this launch."""
 
     def __call__(self, nbytes: int) -> int:
-        start = -(-self.used // ALIGN_BYTES) * ALIGN_BYTES
+        start = aligned(self.used)
         if self._memory is None or self._memory.nbytes < start + nbytes:
             doubled = 1 << (max(start + nbytes, LEAST_SCRATCH_BYTES) - 1).bit_length()
             self._memory = self._channel.scratch(doubled, self._device)

@@ -1,12 +1,13 @@
-"""The path through NCCL: every rank on a GPU of its own.
+"""NcclPath: collectives through NCCL, for ranks that have a GPU each.
 
-Each tag has communicators of its own (`NcclChannel`), opened by the first operation of the tag; the unique id goes
-through the exchange of the group, so over authenticated connections only. Opening begins once all ranks have come, so
-that no rank blocks in NCCL for a rank that does not.
+Each tag has communicators of its own (`NcclChannel`). The first operation of a tag opens them. The unique id goes
+through the group's exchange, so only over authenticated connections. Opening begins once all ranks have come, so that
+no rank blocks in NCCL for a rank that does not come.
 
-A refused operation never comes on some ranks, while on others it may be queued on the GPU already, where only aborting
-the communicator ends it. So a refusal ends the tag's channel: what comes before in the order still goes through it,
-what was queued behind on this rank fails on all ranks, and what comes later goes through a new channel.
+A refused operation never starts on some ranks, while other ranks may have queued it on the GPU already, where only an
+abort of the communicator ends it. So a refusal ends the tag's channel. Earlier operations still go through that
+channel. Later operations that this rank has queued behind the refused one fail on all ranks. All others go through a
+new channel.
 """
 
 from __future__ import annotations
@@ -14,12 +15,11 @@ from __future__ import annotations
 import asyncio
 import os
 from bisect import insort
-from typing import Any, ClassVar, Final, Self
+from typing import ClassVar, Final
 
 import msgpack
-import numpy as np
 
-from asyncdist.arrays.reduce_op import CustomOp, ReduceOpLike
+from asyncdist.arrays.reduce_op import CustomOp
 from asyncdist.collectives.arguments.call import Call
 from asyncdist.collectives.backend import CollectiveWork
 from asyncdist.concurrency.tasks import start_task
@@ -34,13 +34,13 @@ from asyncdist.gpu.threads import Helpers, in_thread
 __all__ = ["MAX_TAGS", "NcclPath"]
 
 MAX_TAGS: Final = 16
-"""Tags of a group with collectives on GPU arrays: each costs a communicator, which is tens of MiB of every GPU."""
+"""Most tags of a group with collectives on GPU arrays: each has a communicator, tens of MiB of every GPU."""
 
 REFUSED_KEPT: Final = 256
-"""Refusals remembered per tag, for channels still to be made: how far ahead others that refuse can be."""
+"""Refusals that are remembered per tag, for later channels: ranks that refuse can be so far ahead."""
 
 ENDING_S: Final = 10.0
-"""How long a closing group waits for NCCL to give communicators back: aborting may take it seconds."""
+"""How long a closing group waits until NCCL has given communicators back: an abort may take seconds."""
 
 EXCHANGE: Final = "nccl"
 
@@ -48,7 +48,7 @@ SHARED_GPUS: Final = "NCCL_MULTI_RANK_GPU_ENABLE"
 """NCCL's own variable, from 2.30 on: several ranks may use one GPU."""
 
 OTHER_HOST: Final = "NCCL_HOSTID"
-"""NCCL's own variable, which makes it see another host: whether it takes two ranks on one GPU then, it says itself."""
+"""NCCL's own variable, which makes NCCL see another host. NCCL says itself whether two ranks on one GPU then work."""
 
 
 class NcclPath(DevicePath):
@@ -60,33 +60,28 @@ class NcclPath(DevicePath):
 
     def __init__(self, around: Surroundings) -> None:
         assert around.nccl is not None, "chosen only where every rank has it"
-        self._around = around
+        super().__init__(around)
         self._nccl = around.nccl
         self._channels: dict[int, list[NcclChannel]] = {}
         self._refused: dict[int, list[int]] = {}
-        """Refused operations of each tag that no channel which is still to be made may carry, in order."""
+        """By tag, in order, refused operations: no later channel may carry them."""
         self._issued: dict[int, int] = {}
-        """The last operation of each tag that was started here."""
+        """By tag, the last operation that was started here."""
         self._opening: dict[NcclChannel, asyncio.Task[None]] = {}
         self._helpers = Helpers(around.loop, (around.runtime, around.device))
 
     @classmethod
-    async def open(cls, around: Surroundings) -> Self:
-        """Nothing is opened before an operation needs it."""
-        return cls(around)
-
-    @classmethod
-    def refusal(
-        cls, provider: Provider, device: int, collective: str, dtype: np.dtype[Any], op: ReduceOpLike | None
-    ) -> str:
-        """What NCCL cannot reduce, and collectives that it has no form for."""
+    def refusal(cls, provider: Provider, call: Call) -> str:
+        """Refuse reductions that NCCL lacks, and collectives that NCCL has no form for."""
+        collective, dtype, op = call.collective, call.dtype, call.op
         if collective not in ISSUE:
             return f"{collective} of arrays on a GPU is not supported: copy them to the host"
         if op is None:
             return ""
         if isinstance(op, CustomOp):
             return f"{op!r} cannot be used on arrays on a GPU: NCCL has no operations of one's own"
-        why = "" if provider.nccl is None else provider.nccl.refusal(dtype, op, device)
+        assert call.device is not None
+        why = "" if provider.nccl is None else provider.nccl.refusal(dtype, op, call.device)
         return why and f"{collective} with {op!r} of {dtype.name} arrays on a GPU: {why}"
 
     def warm_up(self) -> None:
@@ -112,11 +107,7 @@ class NcclPath(DevicePath):
     def _channel(self, tag: int, number: int, devices: tuple[int, ...]) -> NcclChannel:
         channels = self._channels.setdefault(tag, [])
         for channel in channels:
-            if (
-                channel.devices == devices
-                and channel.first <= number
-                and (channel.limit is None or number < channel.limit)
-            ):
+            if channel.devices == devices and channel.carries(number):
                 return channel
         if not channels and len([one for one in self._channels.values() if one]) >= MAX_TAGS:
             del self._channels[tag]
@@ -136,12 +127,10 @@ class NcclPath(DevicePath):
     async def _open(self, channel: NcclChannel) -> None:
         try:
             await self._join(channel)
-        except asyncio.CancelledError:
-            raise
         except Exception as error:
             failure = error if isinstance(error, DistError) else DistBackendError(f"NCCL cannot be opened: {error}")
             for number, operation in list(channel.operations.items()):
-                if channel.forget(number) is not None:  # the first one's end may be that of the group
+                if channel.forget(number) is not None:  # the end of the first one may end the group
                     operation.on_end(operation.work, failure)
 
     async def _join(self, channel: NcclChannel) -> None:
@@ -174,7 +163,7 @@ class NcclPath(DevicePath):
             del refused[:-REFUSED_KEPT]
         for channel in list(self._channels.get(tag, ())):
             channel.forget(sequence)
-            if channel.first <= sequence and (channel.limit is None or sequence < channel.limit):
+            if channel.carries(sequence):
                 channel.limit = sequence
                 self._give_up_from(channel, sequence)
             self._retire(channel)
@@ -184,17 +173,12 @@ class NcclPath(DevicePath):
             operation = channel.operations.get(number)
             if operation is None:
                 continue
-            if operation.launched:
-                # It is on the GPU behind one that never ends, and goes with it.
-                self._around.give_up(channel.tag, number, f"it was on the GPU behind #{sequence}, which was refused")
+            if operation.launched:  # behind an operation that never ends: it goes with the communicator
+                why = f"it was on the GPU behind #{sequence}, which was refused"
+                self._around.owner.give_up(channel.tag, number, why)
             else:
-                self._move_on(channel, number)
-
-    def _move_on(self, channel: NcclChannel, number: int) -> None:
-        """Hand an operation that is not on the GPU yet to the tag's next channel."""
-        operation = channel.forget(number)
-        if operation is not None:
-            self._channel(channel.tag, number, channel.devices).add(operation)
+                channel.forget(number)
+                self._channel(channel.tag, number, channel.devices).add(operation)
 
     def _retire(self, channel: NcclChannel) -> None:
         """End a channel that was cut short and whose last operation has ended."""
@@ -220,13 +204,9 @@ class NcclPath(DevicePath):
 
     def failure(self) -> str:
         """What NCCL reports of communicators with operations under way."""
-        for channels in self._channels.values():
-            for channel in channels:
-                if channel.operations:
-                    why = channel.async_error()
-                    if why:
-                        return f"NCCL reports: {why}"
-        return ""
+        busy = (channel for channels in self._channels.values() for channel in channels if channel.operations)
+        why = next(filter(None, (channel.async_error() for channel in busy)), "")
+        return why and f"NCCL reports: {why}"
 
     def abort(self, error: BaseException) -> None:
         """Abort all communicators, each in a thread."""

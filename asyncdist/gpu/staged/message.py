@@ -1,25 +1,24 @@
 """StagedMessages: the data of messages of GPU arrays through page-locked memory, in chunks.
 
-A chunk travels while the next is copied. Each transfer is a task of its own, which ends with its work. A buffer of
-page-locked memory has holders: the transfer, a copy on the GPU's queue, and the message that leaves from the buffer or
-arrives in it. A transfer may fail long before the other two have ended, so the last holder gives the buffer back.
+A chunk travels while the next chunk is copied. Each transfer is a task of its own, which ends with its work. A buffer
+of page-locked memory has holders: the transfer, a copy in a stream, and the message that leaves from the buffer or
+arrives in the buffer. A transfer may fail long before the other two have ended, so the last holder gives the buffer
+back.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine
-from functools import partial
 from typing import Any, Final
 
 from asyncdist.concurrency.tasks import start_task
 from asyncdist.cuda import Pinned, Runtime, Stream
 from asyncdist.errors import ClosedError, DistError
-from asyncdist.gpu.messages import DeviceRecvWork, DeviceSendWork
+from asyncdist.gpu.messages import Announcement, DeviceRecvWork, DeviceSendWork
 from asyncdist.gpu.path import Surroundings
 from asyncdist.gpu.streams import tail_of
-from asyncdist.gpu.threads import Helpers, close_all, close_behind, made_in_thread
+from asyncdist.gpu.threads import Helpers, close_all, close_behind, made_in_thread, settle
 from asyncdist.transport.protocol.frame import pack_key
 from asyncdist.transport.protocol.operations import Receive, SendOp
 
@@ -33,12 +32,11 @@ STAGES_KEPT: Final = 8
 
 TRANSFERS: Final = 2
 """Messages to, or from, one rank whose data is under way at once: one is copied while the other travels. Both ends take
-them in the order of the answers, so that neither waits for one that the other has not begun."""
+the messages in the order of the answers, so that no end waits for a message that the other has not begun."""
 
 _CHANNEL: Final = 0
 
 AnyWork = DeviceSendWork | DeviceRecvWork
-Transfer = Callable[[], Coroutine[Any, Any, None]]
 
 
 class StagedMessages:
@@ -55,11 +53,11 @@ class StagedMessages:
 
     def send(self, work: DeviceSendWork) -> None:
         """Send the data of a message that was answered."""
-        self._run(work, partial(self._send, work), work.peer, sending=True)
+        self._run(work, work.number, work.array.nbytes, sending=True)
 
-    def receive(self, work: DeviceRecvWork, number: int, nbytes: int, source: int) -> None:
-        """Receive the data of message `number` of global rank `source`."""
-        self._run(work, partial(self._receive, work, number, nbytes, source), source, sending=False)
+    def receive(self, work: DeviceRecvWork, announced: Announcement) -> None:
+        """Receive the data of a message of `work.peer`."""
+        self._run(work, announced.number, announced.nbytes, sending=False)
 
     def forget(self, work: AnyWork) -> None:
         """A work has ended."""
@@ -67,53 +65,28 @@ class StagedMessages:
         if task is not None and not task.done() and asyncio.current_task(self._around.loop) is not task:
             task.cancel()
 
-    def _run(self, work: AnyWork, transfer: Transfer, peer: int, *, sending: bool) -> None:
-        turn = self._turns.setdefault((peer, sending), asyncio.Semaphore(TRANSFERS))
-        task = start_task(self._around.loop, self._until_ended(work, transfer, turn), name="GPU message")
+    def _run(self, work: AnyWork, number: int, nbytes: int, *, sending: bool) -> None:
+        transfer = self._transfer(work, number, nbytes, sending=sending)
+        task = start_task(self._around.loop, transfer, name="GPU message")
         self._tasks[work] = task
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
-    async def _until_ended(self, work: AnyWork, transfer: Transfer, turn: asyncio.Semaphore) -> None:
+    async def _transfer(self, work: AnyWork, number: int, nbytes: int, *, sending: bool) -> None:
         try:
-            async with turn:
-                await transfer()
-        except asyncio.CancelledError:
-            raise
+            async with self._turns.setdefault((work.peer, sending), asyncio.Semaphore(TRANSFERS)):
+                await self._move(work, number, nbytes, sending=sending)
         except Exception as error:
             work.complete(error)
         else:
             work.complete(None)
 
-    async def _send(self, work: DeviceSendWork) -> None:
-        array, stages = work.array, self._stages
-        stream = self._stream(array.device, sending=True)
+    async def _move(self, work: AnyWork, number: int, nbytes: int, *, sending: bool) -> None:
+        stages = self._stages
+        stream = self._stream(work.array.device, sending=sending)
         for event in work.ready:
             stream.wait_event(event)
-        leaving: deque[tuple[asyncio.Future[None], Pinned]] = deque()
-        taken: list[Pinned] = []
-        try:
-            for index, start in enumerate(range(0, array.nbytes, STAGE_BYTES)):
-                nbytes = min(STAGE_BYTES, array.nbytes - start)
-                if len(taken) < 2:
-                    taken.append(await stages.take())
-                    buffer = taken[-1]
-                else:
-                    buffer = await _oldest(leaving)
-                await self._copy(buffer.pointer, array.pointer + start, nbytes, stream, work, buffer)
-                leaving.append((self._post(work.peer, work.number, index, buffer, nbytes), buffer))
-            while leaving:
-                await _oldest(leaving)
-        finally:
-            for buffer in taken:
-                stages.drop(buffer)
-
-    async def _receive(self, work: DeviceRecvWork, number: int, nbytes: int, source: int) -> None:
-        array, stages = work.array, self._stages
-        stream = self._stream(array.device, sending=False)
-        for event in work.ready:
-            stream.wait_event(event)
-        copied: deque[tuple[asyncio.Future[None], Pinned]] = deque()
+        under_way: deque[tuple[asyncio.Future[None], Pinned]] = deque()
         taken: list[Pinned] = []
         try:
             for index, start in enumerate(range(0, nbytes, STAGE_BYTES)):
@@ -122,13 +95,19 @@ class StagedMessages:
                     taken.append(await stages.take())
                     buffer = taken[-1]
                 else:
-                    buffer = await _oldest(copied)
-                await self._fetch(source, number, index, buffer, size)
-                last = start + size == nbytes
-                reached = self._copy(array.pointer + start, buffer.pointer, size, stream, work, buffer, last=last)
-                copied.append((reached, buffer))
-            while copied:
-                await _oldest(copied)
+                    buffer = await _oldest(under_way)
+                place = work.array.pointer + start
+                key = pack_key(self._id, 1 + index, number, 0, _CHANNEL)
+                if sending:
+                    await self._copy(buffer.pointer, place, size, stream, work, buffer)
+                    ended = self._post(key, work.peer, buffer, size, sending=True)
+                else:
+                    await self._post(key, work.peer, buffer, size, sending=False)
+                    last = start + size == nbytes
+                    ended = self._copy(place, buffer.pointer, size, stream, work, buffer, last=last)
+                under_way.append((ended, buffer))
+            while under_way:
+                await _oldest(under_way)
         finally:
             for buffer in taken:
                 stages.drop(buffer)
@@ -144,9 +123,9 @@ class StagedMessages:
         *,
         last: bool = False,
     ) -> asyncio.Future[None]:
-        """Queue a copy to or from a buffer; done once the GPU has come so far. Streams may wait for the `last`.
+        """Queue a copy to or from a buffer. The future ends once the GPU has come so far; streams may wait for `last`.
 
-        If it fails, nothing says when the GPU is through with the buffer, which is held until the stream's end then.
+        If queueing fails, nothing says when the GPU is through with the buffer, which is held until the stream's end.
         """
         around = self._around
         self._stages.hold(buffer)
@@ -154,42 +133,30 @@ class StagedMessages:
         event = around.events.recorded(stream)
         if last:
             tail_of(work).queued((event,))
-        reached: asyncio.Future[None] = around.loop.create_future()
-        reached.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # perhaps nobody asks
+        reached = _quiet_future(around.loop)
 
         def ended(error: BaseException | None) -> None:
             around.events.give((event,))
             self._stages.drop(buffer)
-            if reached.done():
-                return
-            if error is None:
-                reached.set_result(None)
-            else:
-                reached.set_exception(error)
+            settle(reached, None, error)
 
         around.completions.add(stream, (event,), ended, (work, buffer))
         return reached
 
-    def _post(self, peer: int, number: int, index: int, buffer: Pinned, nbytes: int) -> asyncio.Future[None]:
+    def _post(self, key: bytes, peer: int, buffer: Pinned, nbytes: int, *, sending: bool) -> asyncio.Future[None]:
+        """Send a chunk from a buffer, or receive one into the buffer."""
+        mesh, view = self._around.mesh, buffer.array.data[:nbytes]
         sink = _Sink(self._around.loop, self._stages, buffer)
-        key = pack_key(self._id, 1 + index, number, 0, _CHANNEL)
-        op = SendOp(key, buffer.array.data[:nbytes], b"", sink, None)
         try:
-            if self._around.mesh.post_send(peer, op):
+            if sending:
+                complete = mesh.post_send(peer, SendOp(key, view, b"", sink, None))
+            else:
+                complete = mesh.post_receive(peer, Receive(key, view, sink, None))
+        except DistError as error:
+            sink.message_failed(None, error)
+        else:
+            if complete:
                 sink.message_sent(None)
-        except DistError as error:
-            sink.message_failed(None, error)
-        return sink.ended
-
-    def _fetch(self, source: int, number: int, index: int, buffer: Pinned, nbytes: int) -> asyncio.Future[None]:
-        sink = _Sink(self._around.loop, self._stages, buffer)
-        key = pack_key(self._id, 1 + index, number, 0, _CHANNEL)
-        receive = Receive(key, buffer.array.data[:nbytes], sink, None)
-        try:
-            if self._around.mesh.post_receive(source, receive):
-                sink.message_received(None, receive)
-        except DistError as error:
-            sink.message_failed(None, error)
         return sink.ended
 
     def _stream(self, device: int, *, sending: bool) -> Stream:
@@ -200,9 +167,9 @@ class StagedMessages:
         return stream
 
     def close(self, *, dropped: bool) -> None:
-        """End what is under way, and free buffers once the GPU is through with them.
+        """End what is under way, and free buffers once the GPU is through with them. Idempotent.
 
-        `dropped`: the transport has dropped the group of `group_id`, and uses none of them. Idempotent.
+        `dropped`: the transport has dropped the group of `group_id`, and uses no buffer.
         """
         for task in list(self._tasks.values()):
             task.cancel()
@@ -225,43 +192,45 @@ async def _oldest(under_way: deque[tuple[asyncio.Future[None], Pinned]]) -> Pinn
     return buffer
 
 
+def _quiet_future(loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:
+    """A future whose failure needs no reader."""
+    future: asyncio.Future[None] = loop.create_future()
+    future.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+    return future
+
+
 class _Sink:
-    """Turns the end of one message into a future's; holds the buffer until then, even if the waiter is gone."""
+    """Turns the end of one message into a future's, and holds the buffer until then, also without a waiter."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, stages: Stages, buffer: Pinned) -> None:
         stages.hold(buffer, posted=True)
         self._stages = stages
         self._buffer = buffer
-        self.ended: asyncio.Future[None] = loop.create_future()
-        self.ended.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # perhaps nobody asks
+        self.ended = _quiet_future(loop)
 
     def message_sent(self, token: Any) -> None:
-        """The chunk has left."""
-        self._stages.told(self._buffer)
-        if not self.ended.done():
-            self.ended.set_result(None)
+        self._end(None)
 
     def message_received(self, token: Any, receive: Receive) -> None:
-        """The chunk is here."""
-        self.message_sent(token)
+        self._end(None)
 
     def message_failed(self, token: Any, error: BaseException) -> None:
-        """The other end is gone."""
-        self._stages.told(self._buffer)
-        if not self.ended.done():
-            self.ended.set_exception(error)
+        self._end(error)
 
     def allocate(self, token: Any, source: int, nbytes: int, meta: bytes) -> memoryview:
-        """Never: there is a target."""
         raise AssertionError("the chunk has a place")
+
+    def _end(self, error: BaseException | None) -> None:
+        self._stages.told(self._buffer)
+        settle(self.ended, None, error)
 
 
 class Stages:
-    """Buffers of `nbytes`. All methods are called on the loop's thread; page-locking and freeing happen in others."""
+    """Buffers of `nbytes`. Methods are called on the loop's thread; other threads page-lock and free."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, runtime: Runtime, helpers: Helpers, nbytes: int) -> None:
         self.device = 0
-        """A GPU that is used here: other ones must not be touched."""
+        """A GPU that is used here. Other GPUs must not be touched."""
         self._loop = loop
         self._runtime = runtime
         self._helpers = helpers
@@ -277,7 +246,7 @@ class Stages:
         return len(self._holders)
 
     async def take(self) -> Pinned:
-        """A buffer that the caller holds. Cancelling loses none, also if it is being made."""
+        """A buffer that the caller holds. Cancelling loses no buffer, also none that is being made."""
         if self._free:
             buffer = self._free.pop()
         else:
@@ -287,9 +256,9 @@ class Stages:
         return buffer
 
     def hold(self, buffer: Pinned, *, posted: bool = False) -> None:
-        """Add a holder of a buffer; with `posted` the transport, which reports its end unless its group is dropped.
+        """Add a holder of a buffer. `posted`: the transport, which reports its end unless the group is dropped.
 
-        Raises ClosedError once the buffer was freed, as the group has ended.
+        Raises ClosedError once the buffer was freed because the group has ended.
         """
         if buffer not in self._holders:
             raise ClosedError("the group's messages have ended")
@@ -314,9 +283,9 @@ class Stages:
         self._give(buffer)
 
     def close(self, streams: list[Stream], *, dropped: bool) -> None:
-        """Close `streams` once the GPU is through with them, and then free buffers.
+        """Close `streams` once the GPU is through with them, and then free buffers. Idempotent.
 
-        What the transport uses is freed when that tells of its end; now, if its group was `dropped`. Idempotent.
+        A buffer that the transport uses is freed when the transport reports its end; now, if the group was `dropped`.
         """
         self._closed = True
         buffers, self._free = self._free, []

@@ -11,23 +11,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Final, Self
+from typing import Any, ClassVar, Final
 
 from asyncdist.arrays.device import DeviceArray
-from asyncdist.arrays.reduce_op import ReduceOpLike
 from asyncdist.collectives.arguments.call import Call
 from asyncdist.collectives.backend import CollectiveWork
-from asyncdist.cuda import Provider
 from asyncdist.cuda.interface import Event, Memory, Stream
-from asyncdist.gpu.extents import clash
+from asyncdist.gpu.extents import ALIGN_BYTES, aligned, clash
 from asyncdist.gpu.path import DevicePath, OnEnd, Surroundings
 from asyncdist.gpu.staged.pipeline import DROPPED_KEPT, StagedPipeline, backend_name, drop_unbegun
 from asyncdist.gpu.threads import Helpers, close_behind
 
 __all__ = ["PrivateInputs", "StagedPath"]
-
-ALIGN_BYTES: Final = 256
-"""Where copies begin: what CUDA's own allocations are aligned to."""
 
 CLOSE_LIMIT_S: Final = 5.0
 """How long closing waits for copies under way, which wait for nothing but the caller's kernels before them."""
@@ -39,21 +34,11 @@ class StagedPath(DevicePath):
     name: ClassVar[str] = "staged"
 
     def __init__(self, around: Surroundings) -> None:
-        self._around = around
+        super().__init__(around)
         self._pipelines: dict[int, StagedPipeline] = {}
         self._dropped: dict[int, deque[int]] = {}  # by tag, before there is a pipeline
         self._helpers = Helpers(around.loop, (around.runtime, around.device))
         self._private = PrivateInputs(around, self._helpers)
-
-    @classmethod
-    async def open(cls, around: Surroundings) -> Self:
-        """Make the path; nothing is allocated before the first operation."""
-        return cls(around)
-
-    @classmethod
-    def refusal(cls, provider: Provider, device: int, collective: str, dtype: Any, op: ReduceOpLike | None) -> str:
-        """What host arrays can, these can."""
-        return ""
 
     def start(self, call: Call, work: CollectiveWork, on_end: OnEnd) -> None:
         """See DevicePath."""
@@ -161,7 +146,7 @@ class PrivateInputs:
         if call.members:
             return replace(call, members=[self._copy(member, stream, memory) for member in call.members])
         arrays: Sequence[Any] = call.inputs if call.pieces is None else call.pieces[0]
-        total = sum(_aligned(array.nbytes) for array in arrays)
+        total = sum(aligned(array.nbytes) for array in arrays)
         block = self._around.runtime.allocate(max(total, ALIGN_BYTES), self._around.device)
         memory.append(block)
         copies: list[Any] = []
@@ -169,11 +154,7 @@ class PrivateInputs:
         for array in arrays:
             self._around.runtime.copy(at, array.pointer, array.nbytes, stream)
             copies.append(DeviceArray(at, (array.size,), array.dtype, self._around.device, owner=(array, block)))
-            at += _aligned(array.nbytes)
+            at += aligned(array.nbytes)
         if call.pieces is None:
             return replace(call, inputs=copies)
         return replace(call, pieces=(copies, call.pieces[1]))
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES

@@ -102,7 +102,7 @@ class StagedPipeline:
         self._around = around
         self._size = len(around.ranks)
         self._backend = around.exchange.host_backend(backend_name(tag))
-        around.watch_parts(self._backend.group_id, tag)
+        around.owner.watch_parts(self._backend.group_id, tag)
         runtime = around.runtime
         self._helpers = helpers
         self._out = runtime.new_stream(around.device)

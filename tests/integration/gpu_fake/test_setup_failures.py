@@ -17,8 +17,8 @@ from waiting import eventually
 
 import asyncdist as dist
 from asyncdist.errors import DistError, GroupAbortedError, PeerLostError
-from asyncdist.gpu.host_exchange import HostExchange
 from asyncdist.gpu.ipc import scratch as ipc_scratch
+from asyncdist.gpu.path import HostExchange
 from asyncdist.gpu.staged import pipeline as staged_pipeline
 from asyncdist.testing.fake_nccl import FakeNccl
 

@@ -14,11 +14,11 @@ import asyncdist as dist
 from asyncdist.arrays.host import encode_meta
 from asyncdist.arrays.objects import GPU_META
 from asyncdist.errors import CollectiveMismatchError, PeerLostError, RemoteProtocolError
-from asyncdist.gpu import host_exchange
-from asyncdist.gpu.host_exchange import MAX_MESSAGE_BYTES, HostExchange
+from asyncdist.gpu import path
 from asyncdist.gpu.messages import MAX_ANSWER_BYTES, Announcement, DeviceSendWork
 from asyncdist.gpu.nccl import path as nccl
 from asyncdist.gpu.nccl.path import REFUSED_KEPT, NcclPath, _joined
+from asyncdist.gpu.path import MAX_MESSAGE_BYTES, HostExchange
 from asyncdist.testing import run_world
 
 GOOD = Announcement(7, "host", "GPU-1", True, np.dtype(np.float32), (2, 3))
@@ -115,7 +115,7 @@ def test_a_message_that_is_too_long_ends_the_exchange(monkeypatch: pytest.Monkey
     async def main(group: dist.ProcessGroup) -> None:
         exchange = exchange_of(group)
         await group.barrier()
-        monkeypatch.setattr(host_exchange, "MAX_MESSAGE_BYTES", 1 << 30)
+        monkeypatch.setattr(path, "MAX_MESSAGE_BYTES", 1 << 30)
         talk = asyncio.create_task(exchange.all_gather("test", 0, 0, bytes(1 + group.rank * MAX_MESSAGE_BYTES)))
         if group.rank == 0:
             with pytest.raises(CollectiveMismatchError, match="above max_bytes"):

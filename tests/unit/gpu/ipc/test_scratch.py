@@ -15,10 +15,10 @@ from asyncdist.arrays.reduce_op import ReduceOp
 from asyncdist.collectives.arguments import call as calls
 from asyncdist.cuda.interface import Memory
 from asyncdist.errors import DistBackendError, PeerLostError
-from asyncdist.gpu.host_exchange import HostExchange
 from asyncdist.gpu.ipc import scratch as ipc_scratch
 from asyncdist.gpu.ipc.path import CudaIpcPath
 from asyncdist.gpu.ipc.scratch import LARGE_SLOTS, SMALL_SLOTS, large_slot, open_scratch
+from asyncdist.gpu.path import HostExchange
 from asyncdist.gpu.staged.path import StagedPath
 from asyncdist.testing.fake_cuda import FakeRuntime
 

@@ -15,9 +15,8 @@ from asyncdist.collectives.arguments import exchange as call_exchange
 from asyncdist.errors import PeerLostError, RemoteProtocolError
 from asyncdist.gpu.ipc import scratch as ipc_scratch
 from asyncdist.gpu.ipc.channel import MAX_EARLY
-from asyncdist.gpu.ipc.operation import READ, TOLD
+from asyncdist.gpu.ipc.operation import READ, TOLD, Record, Signals
 from asyncdist.gpu.ipc.path import CudaIpcPath
-from asyncdist.gpu.ipc.signals import Record, Signals
 from asyncdist.testing import run_world
 from asyncdist.testing.fake_cuda import FakeRuntime
 

@@ -17,6 +17,7 @@ import asyncdist as dist
 from asyncdist import HashStore, ReduceOp
 from asyncdist.errors import DistBackendError, DistError
 from asyncdist.gpu.cuda_events import EventSpinner
+from asyncdist.gpu.extents import ALIGN_BYTES
 from asyncdist.gpu.nccl import channel as nccl_channel
 from asyncdist.testing.fake_cuda import FakeCuda, fake_cuda
 from asyncdist.transport.spin import Spinner
@@ -212,7 +213,7 @@ def test_temporary_memory_of_one_launch_is_apart() -> None:
         parts = sorted((scratch(nbytes), nbytes) for nbytes in (1, 100, 1 << 20, 3 << 20, 7, 5 << 20))
         for (start, nbytes), (following, _) in pairwise(parts):
             assert start + nbytes <= following
-        assert all(start % nccl_channel.ALIGN_BYTES == 0 for start, _ in parts)
+        assert all(start % ALIGN_BYTES == 0 for start, _ in parts)
         blocks = len(channel.blocks)
         assert not first or blocks <= first + 1
         first = blocks
