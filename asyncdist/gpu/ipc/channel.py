@@ -2,21 +2,21 @@
 
 The protocol between ranks, and why nothing can hang on the device:
 
-1. A rank puts a copy or a reduction on its stream only when the host knows that all it reads is complete: the ranks
-   that wrote it have said TOLD, and they say so when an event recorded behind their work *has ended*, not when it was
-   recorded. (Waiting on the device for another process' event would save a look at it, but such a wait never ends when
-   that process is killed, and one that comes before the event is recorded waits for nothing.)
-2. A rank writes a slot again only when all others have said that they are through with what was there: READ of that
-   chunk within one operation, DONE of the operation between two. They say so when their own event has ended. And when
-   it is through itself: others may be before it is, and its next operation is on another stream, which does not wait.
-3. Every rank says DONE of every operation once, to all others: at its end, or when it was dropped, here or elsewhere,
-   and nothing of it runs on its device any more. Signals carry the operation's fingerprint, so that ranks that run
-   different ones hear of it.
-4. Ranks write their slots in the order of operations and their chunks. So of all that is not through everywhere the
-   first can always go on: what was in its slots came before it, and is.
-5. Signals about operations that have not begun here are kept; their number is bounded, as nobody gets further ahead
-   of us than AHEAD operations (by 2, most wait for a slot before that). Of signals about ones that are over
-   only the fingerprint counts.
+1. A rank puts a copy or a reduction on its stream only once the host knows that all it reads is complete: the ranks
+   that wrote the data have said TOLD. They say TOLD when an event recorded behind their work *has ended*, not when the
+   event was recorded. (To wait on the device for another process's event would save the host a look at it. But such a
+   wait never ends when that process is killed, and a wait that comes before the record waits for nothing.)
+2. A rank writes a slot again only once all others have said that they are through with the slot: READ of that chunk
+   within one operation, DONE of the operation between two. They say so when their own event has ended. And the rank
+   itself must be through: others may be before, and its next operation is on another stream, which does not wait.
+3. Every rank says DONE of every operation once, to all others: at the end of the operation, or when it was dropped
+   here or elsewhere, and nothing of it runs on the device any more. Signals carry the operation's fingerprint, so that
+   ranks that run different operations hear of the difference.
+4. Ranks write their slots in the order of operations and their chunks. So of all operations that are not through on all
+   ranks, the first can always go on: what was in its slots came before and is through.
+5. Signals about operations that have not begun here are kept. Their number is bounded, as no rank gets further ahead of
+   us than AHEAD operations (by 2, most wait for a slot before that). Of signals about ended operations only the
+   fingerprint counts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -36,7 +36,6 @@ from asyncdist.concurrency import trace as events
 from asyncdist.cuda.interface import Event, Stream
 from asyncdist.errors import DistBackendError, DistError, PeerLostError, RemoteProtocolError
 from asyncdist.gpu.ipc.operation import DONE, READ, TOLD, IpcOperation, Record, Signals
-from asyncdist.gpu.ipc.plan import is_small
 from asyncdist.gpu.ipc.scratch import SMALL_SLOTS, IpcScratch, open_scratch
 from asyncdist.gpu.path import OnEnd, Surroundings
 from asyncdist.gpu.threads import Helpers, close_all, in_thread
@@ -44,23 +43,23 @@ from asyncdist.gpu.threads import Helpers, close_all, in_thread
 __all__ = ["MAX_EARLY", "IpcChannel", "open_channel"]
 
 STREAMS: Final = 2
-"""Operations of a tag alternate between them, so that one which waits for its caller's kernels holds up every other."""
+"""Operations of a tag alternate between the streams: one that waits for its caller's kernels holds up every other."""
 
 AHEAD: Final = 64
-"""Operations that others are not through with yet before a rank begins another. Mostly the slots are fewer, but what
-moves nothing here takes none."""
+"""Operations that others are not through with, at most, when a rank begins another. Mostly the slots are fewer, but an
+operation that moves nothing here takes no slot."""
 
 MAX_EARLY: Final = 4096
-"""Signals kept of operations not begun here: ranks get ahead by AHEAD, a few signals each; more is no protocol."""
+"""Signals that are kept of operations not begun here. Ranks get ahead by AHEAD, with a few signals each."""
 
 ENDED_KEPT: Final = 2 * AHEAD
-"""Ended operations whose fingerprints are remembered. Others may still signal something of the last AHEAD ones."""
+"""Ended operations whose fingerprints are remembered. Others may still send signals of the last AHEAD of them."""
 
 DROPS_KEPT: Final = 256
-"""Dropped operations remembered, so that each is reported once: an operation is dropped soon after it was issued."""
+"""Dropped operations that are remembered, to report each once. An operation is dropped soon after it was issued."""
 
 CLOSED: Final = 4
-"""The teller has closed our memory, and sends nothing more."""
+"""The sender has closed our memory, and sends nothing more."""
 
 _KINDS: Final = frozenset({TOLD, READ, DONE, CLOSED})
 
@@ -75,11 +74,12 @@ class IpcChannel:
         self.device = around.device
         self.runtime = around.runtime
         self.completions = around.completions
+        self.recorded = around.events.recorded
         self.scratch = scratch
         self.slot_users: dict[int, int] = {}
         """By slot, the operation that wrote there last."""
         self.closed = False
-        """Whether no operation is carried out any more."""
+        """Whether the channel carries out no operation any more."""
         self._around = around
         self._tag = tag
         self._others = frozenset(range(self.size)) - {self.rank}
@@ -100,6 +100,7 @@ class IpcChannel:
         self._ended: dict[int, int] = {}
         """Fingerprints of the last operations that have ended well here."""
         self._signals = Signals(around.mesh, around.group_id, around.ranks, around.rank, tag, self._hear, self._lose)
+        self.tell = self._signals.tell
         self._signals.open()
 
     # Operations.
@@ -109,12 +110,8 @@ class IpcChannel:
         self._held.append((call, work, on_end, fingerprint))
         self._admit()
 
-    def is_small(self, call: Call) -> bool:
-        """Whether it takes a small slot, all ranks saying the same."""
-        return is_small(call, self.size, self.scratch.small_bytes)
-
     def drop(self, sequence: int) -> None:
-        """Forget an operation, begun or not, and tell the others that we are through with it."""
+        """Forget an operation, begun or not, and tell the others DONE."""
         if self.closed or sequence in self._dropped:
             return
         self._dropped.append(sequence)
@@ -143,10 +140,6 @@ class IpcChannel:
 
     # What operations ask.
 
-    def tell(self, members: Iterable[int], record: Record) -> None:
-        """Send a signal."""
-        self._signals.tell(members, record)
-
     def reading(self, sequence: int) -> set[int]:
         """The ranks that may still use our slots for an earlier operation."""
         return self._reading.get(sequence, set())
@@ -156,19 +149,15 @@ class IpcChannel:
         return any(one.is_to_write for one in self._operations.values() if one.sequence < sequence)
 
     def pump_after(self, sequence: int) -> None:
-        """Move on what comes after an operation that has no more to write."""
+        """Move on the operations after one that has no more to write."""
         for operation in tuple(self._operations.values()):
             if operation.sequence > sequence:
                 operation.pump()
 
-    def recorded(self, stream: Stream) -> Event:
-        """An event, recorded on one of our streams now; `watch` gives it back."""
-        return self._around.events.recorded(stream)
-
     def watch(
         self, stream: Stream, event: Event, ended: Callable[[BaseException | None], object], keep: object
     ) -> None:
-        """Call `ended` when the event has; until then we are not idle."""
+        """Call `ended` when the event has ended, and give the event back. Until then `shut` waits."""
         self._watched += 1
 
         def over(error: BaseException | None) -> None:
@@ -241,7 +230,7 @@ class IpcChannel:
         """Send DONE once nothing of the operation is on the device: now, unless it was dropped under way."""
 
         def over(_error: BaseException | None = None) -> None:
-            self._signals.tell(self._others, Record(DONE, sequence=sequence, fingerprint=fingerprint))
+            self.tell(self._others, Record(DONE, sequence=sequence, fingerprint=fingerprint))
             self._is_through(self.rank, sequence)
             self._around.loop.call_soon(self._go_on)
 
@@ -312,11 +301,9 @@ class IpcChannel:
 
     def _lose(self, member: int, error: BaseException) -> None:
         """A member is lost or has left: it reads nothing any more, and no operation that needs it can end."""
-        self._has_closed(member)
+        self._not_closed.discard(member)
+        self._free_if_closed()
         self._lost.setdefault(member, error)
-        self._reads_no_more(member)
-
-    def _reads_no_more(self, member: int) -> None:
         for sequence in list(self._reading):
             self._is_through(member, sequence)
         self._go_on()
@@ -349,7 +336,7 @@ class IpcChannel:
         close_all(*self._streams)
         with contextlib.suppress(DistBackendError):  # of a broken GPU: others must hear of the end all the same
             await in_thread(loop, self.scratch.close_others, on=(self.runtime, self.device))
-        self._signals.tell(self._others, Record(CLOSED))
+        self.tell(self._others, Record(CLOSED))
         self._free = lambda: helpers.start(self.scratch.free)
         self._free_if_closed()
 
@@ -358,10 +345,6 @@ class IpcChannel:
         quiet = self._quiet
         if quiet is not None and not quiet.done() and not self._watched and (self.closed or not self._reading):
             quiet.set_result(None)
-
-    def _has_closed(self, member: int) -> None:
-        self._not_closed.discard(member)
-        self._free_if_closed()
 
     def _free_if_closed(self) -> None:
         free = self._free

@@ -20,7 +20,7 @@ all_reduce are cut the same way.) Everything here is pure: addresses are numbers
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias
 
@@ -162,31 +162,44 @@ def _own(pointer: int) -> Place:
 
 
 def _copy_own(source: Extent, target: Extent) -> tuple[Move, ...]:
-    if not source.nbytes or source.pointer == target.pointer:
-        return ()
-    return (Move(_own(target.pointer), _own(source.pointer), source.nbytes),)
+    apart = source.nbytes and source.pointer != target.pointer
+    return (Move(_own(target.pointer), _own(source.pointer), source.nbytes),) if apart else ()
 
 
-def _count(runs: Sequence[Extent], chunk_bytes: int) -> int:
-    return max(-(-run.nbytes // chunk_bytes) for run in runs)
+def _cuts(runs: Sequence[Extent], chunk_bytes: int, *, least: int = 0) -> Iterator[tuple[int, int]]:
+    """Begin and end of each chunk of the longest of `runs`, and of `least` chunks at least."""
+    longest = max(max(run.nbytes for run in runs), least * chunk_bytes)
+    return ((start, start + chunk_bytes) for start in range(0, longest, chunk_bytes))
+
+
+def _moved(parts: Mapping[int, Extent], offset: int) -> tuple[Move, ...]:
+    """Copies to the caller's memory, from byte `offset` of the slots of these ranks."""
+    return tuple(Move(_own(part.pointer), Place(other, offset), part.nbytes) for other, part in parts.items())
+
+
+def _parts(runs: Sequence[Extent], start: int, stop: int) -> dict[int, Extent]:
+    """By rank, the bytes of `runs` between `start` and `stop`, where there are any."""
+    return {other: run.part(start, stop) for other, run in enumerate(runs) if run.nbytes > start}
+
+
+def _without(rank: int, runs: Sequence[Extent]) -> list[Extent]:
+    return [NOTHING if other == rank else run for other, run in enumerate(runs)]
 
 
 def _shared(rank: int, source: Extent, readers: Sequence[int], incoming: Sequence[Extent], slot_bytes: int) -> Plan:
     """One block for all `readers`; `incoming` is where each rank's block goes, if that rank has one for us."""
     others = tuple(reader for reader in readers if reader != rank)
-    foreign = [NOTHING if other == rank else run for other, run in enumerate(incoming)]
+    foreign = _without(rank, incoming)
     own = _copy_own(source, incoming[rank]) if incoming[rank].nbytes else ()
     sent = source if others else NOTHING
-    for index in range(max(_count([sent, *foreign], slot_bytes), 1 if own else 0)):
-        start, stop = index * slot_bytes, (index + 1) * slot_bytes
+    for start, stop in _cuts([sent, *foreign], slot_bytes, least=1 if own else 0):
         part = sent.part(start, stop)
-        work: tuple[Move | Combine, ...] = own if not index else ()
+        work: tuple[Move | Combine, ...] = () if start else own
         if part.nbytes:
             work += (Move(Place(rank, 0), _own(part.pointer), part.nbytes),)
         tell = others if part.nbytes else ()
-        parts = {other: run.part(start, stop) for other, run in enumerate(foreign) if run.nbytes > start}
-        taken = tuple(Move(_own(part.pointer), Place(other, 0), part.nbytes) for other, part in parts.items())
-        yield _chunk(Stage((), work, tell), Stage(tuple(parts), taken), writes=bool(part.nbytes))
+        parts = _parts(foreign, start, stop)
+        yield _chunk(Stage((), work, tell), Stage(tuple(parts), _moved(parts, 0)), writes=bool(part.nbytes))
 
 
 class Pairs(NamedTuple):
@@ -200,26 +213,20 @@ def _private(rank: int, outgoing: Sequence[Extent], incoming: Sequence[Extent], 
     """A block for every rank, and one from every rank; any may be empty."""
     quota = _quota(slot_bytes, len(outgoing))
     own = _copy_own(outgoing[rank], incoming[rank])
-    sent = [NOTHING if other == rank else run for other, run in enumerate(outgoing)]
-    foreign = [NOTHING if other == rank else run for other, run in enumerate(incoming)]
-    for index in range(max(1, _count([*sent, *foreign], quota))):
-        start, stop = index * quota, (index + 1) * quota
-        parts = {other: run.part(start, stop) for other, run in enumerate(sent) if run.nbytes > start}
-        work: tuple[Move | Combine, ...] = own if not index else ()
+    sent, foreign = _without(rank, outgoing), _without(rank, incoming)
+    for start, stop in _cuts([*sent, *foreign], quota, least=1):
+        parts, places = _parts(sent, start, stop), _parts(foreign, start, stop)
+        work: tuple[Move | Combine, ...] = () if start else own
         work += tuple(
             Move(Place(rank, other * quota), _own(part.pointer), part.nbytes) for other, part in parts.items()
         )
-        places = {other: run.part(start, stop) for other, run in enumerate(foreign) if run.nbytes > start}
-        taken = tuple(
-            Move(_own(part.pointer), Place(other, rank * quota), part.nbytes) for other, part in places.items()
-        )
         tell, wait = tuple(parts), tuple(places)
-        if not index:  # a rank that expects another length is to hear of it
+        if not start:  # a rank that expects another length is to hear of the difference
             tell = tuple(other for other in pairs.readers if other != rank)
             wait = tuple(other for other in pairs.writers if other != rank)
         rest = tuple(max(0, run.nbytes - start) for run in sent)
         expected = tuple(max(0, run.nbytes - start) for run in foreign)
-        stages = (Stage((), work, tell, announced=rest), Stage(wait, taken, expected=expected))
+        stages = (Stage((), work, tell, announced=rest), Stage(wait, _moved(places, rank * quota), expected=expected))
         yield _chunk(*stages, writes=bool(parts))
 
 
@@ -228,9 +235,8 @@ def _reduce_blocks(rank: int, blocks: Sequence[Extent], target: Extent, op: Redu
     size = len(blocks)
     quota = _quota(slot_bytes, size)
     scaled = isinstance(op, PremulSum)
-    for index in range(_count(blocks, quota)):
-        start, stop = index * quota, (index + 1) * quota
-        parts = {other: run.part(start, stop) for other, run in enumerate(blocks) if run.nbytes > start}
+    for start, stop in _cuts(blocks, quota):
+        parts = _parts(blocks, start, stop)
         written = {other: part for other, part in parts.items() if other != rank or scaled}
         work = tuple(_put(Place(rank, other * quota), part, op) for other, part in written.items())
         first = Stage((), work, tuple(other for other in parts if other != rank))
@@ -245,19 +251,12 @@ def _reduce_blocks(rank: int, blocks: Sequence[Extent], target: Extent, op: Redu
 
 
 def _one_shot(
-    rank: int,
-    size: int,
-    source: Extent,
-    target: Extent,
-    readers: Sequence[int],
-    op: ReduceOpLike,
-    slot_bytes: int,
+    rank: int, size: int, source: Extent, target: Extent, readers: Sequence[int], op: ReduceOpLike, slot_bytes: int
 ) -> Plan:
     """Every reader reduces all vectors."""
     tell = tuple(reader for reader in readers if reader != rank)
     sources = tuple(Place(other, 0) for other in range(size))
-    for index in range(_count([source], slot_bytes)):
-        start, stop = index * slot_bytes, (index + 1) * slot_bytes
+    for start, stop in _cuts([source], slot_bytes):
         part = source.part(start, stop)
         first = Stage((), (_put(Place(rank, 0), part, op),), tell)
         if rank not in readers:
@@ -269,17 +268,10 @@ def _one_shot(
 
 
 def _two_shots(
-    rank: int,
-    size: int,
-    source: Extent,
-    target: Extent,
-    readers: Sequence[int],
-    op: ReduceOpLike,
-    slot_bytes: int,
+    rank: int, size: int, source: Extent, target: Extent, readers: Sequence[int], op: ReduceOpLike, slot_bytes: int
 ) -> Plan:
     """Every rank reduces a slice in its slot, which holds a chunk of the vector; every reader collects the slices."""
-    for index in range(_count([source], slot_bytes)):
-        start, stop = index * slot_bytes, (index + 1) * slot_bytes
+    for start, stop in _cuts([source], slot_bytes):
         part = source.part(start, stop)
         slice_bytes = aligned(-(-part.nbytes // size))
         slices = [part.part(other * slice_bytes, (other + 1) * slice_bytes) for other in range(size)]
