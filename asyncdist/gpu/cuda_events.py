@@ -1,13 +1,13 @@
 """Completions: tells the event loop when work on a GPU has ended, without ever blocking it.
 
-Events of one stream end in the order they were added, so only the oldest of each stream is looked at. What ends within
-POLL_S is found by the loop itself, which looks once a turn. What takes longer is waited for by a thread per stream,
-which sleeps in the driver and wakes the loop once for all that has ended; the loop looks for longer where that had to
-be done for something that was over soon after. The driver never calls Python: a callback of
-its own thread that takes Python's lock can deadlock with a thread that holds that lock and waits for the driver's.
+Events of one stream end in the order they were added, so the loop looks only at the oldest event of each stream, once a
+turn. For work that takes longer than POLL_S a thread per stream sleeps in the driver, and wakes the loop once for all
+that has ended. If such work ended soon after, the loop looks for longer the next time. The driver never calls Python: a
+callback in the driver's thread that takes Python's lock can deadlock with a thread that holds Python's lock and waits
+for the driver's.
 
 A small operation may end before the loop has turned once. So a task that awaits one looks at the GPU first
-(`EventSpinner`), as `transport.spin` looks at shared memory, and only while that has helped lately: for at most
+(`EventSpinner`), as `transport.spin` looks at shared memory, as long as that has helped lately: for at most
 ASYNCDIST_SPIN_US (20), or five times that where ranks have to hear from each other between two events.
 """
 
@@ -19,6 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
 from time import perf_counter
@@ -32,40 +33,38 @@ from asyncdist.transport.spin import Spinner
 __all__ = ["LONGER_POLL_S", "POLL_S", "Completions", "Entry", "EventSpinner", "StreamQueue"]
 
 POLL_S: Final = 100e-6
-"""How long the loop looks at every turn before a thread waits: about twice what waking it from that thread costs."""
+"""How long the loop looks at every turn before a thread waits: about twice what the thread needs to wake the loop."""
 
 LONGER_POLL_S: Final = 1e-3
-"""The same for a stream whose last operation that was waited for took no longer: waking costs a good part of it."""
+"""The same for a stream whose last wait in the thread took no longer: to wake the loop takes a good part of that."""
 
 Callback = Callable[[BaseException | None], object]
 
 
 class Entry(Protocol):
-    """One operation's end. It refers to what must not be freed before."""
+    """One operation's end. An entry refers to what must not be freed before."""
 
     events: Sequence[Event]
-    """Its last ones."""
+    """The operation's last events."""
 
 
+@dataclass(slots=True, eq=False)
 class _Told:
     """An entry with a callback of its own."""
 
-    __slots__ = ("callback", "events", "keep_alive")
-
-    def __init__(self, events: Sequence[Event], callback: Callback, keep_alive: object) -> None:
-        self.events = events
-        self.callback = callback
-        self.keep_alive = keep_alive
+    events: Sequence[Event]
+    callback: Callback
+    keep_alive: object
 
     def tell(self, error: BaseException | None) -> None:
         self.callback(error)
 
 
 class StreamQueue:
-    """The entries of one stream (or of several that are used together), oldest first; they end in that order.
+    """The entries of one stream, or of several that are used together, oldest first. They end in that order.
 
-    `ended(entry, None)` is called on the loop once all events of an entry are done, or `ended(entry, error)` if asking
-    for them fails.
+    `ended(entry, None)` is called on the loop once all events of an entry are done, or `ended(entry, error)` if a look
+    at the events fails.
     """
 
     __slots__ = ("ended", "entries", "looked_since_s", "poll_s", "waiter", "waiting")
@@ -76,16 +75,16 @@ class StreamQueue:
         self.looked_since_s = 0.0
         self.poll_s = POLL_S
         self.waiting = False
-        """Whether the thread waits for the entries, and the loop does not look."""
+        """Whether the thread waits for the entries. The loop does not look then."""
         self.waiter: _Waiter | None = None
-        """The thread, once there is one: it stays, as starting one costs as much as several operations."""
+        """The thread, once there is one. The thread stays: to start one costs as much as several operations."""
 
 
 class Completions:
     """The queues of one event loop and one GPU. All methods are called on the loop's thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, set_device: Callable[[int], object]) -> None:
-        """`set_device` is the runtime's: without it a waiting thread's device is the first, perhaps another rank's."""
+        """`set_device` is the runtime's. By default a thread's device is the first, perhaps another rank's."""
         self._loop = loop
         self._set_device = set_device
         self._queues: dict[object, StreamQueue] = {}
@@ -98,9 +97,9 @@ class Completions:
         return queue
 
     def add(self, name: object, events: Sequence[Event], callback: Callback, keep_alive: object = None) -> None:
-        """Add an entry to the queue of that name, made if there is none, with a callback of its own.
+        """Add an entry with a callback of its own to the queue of that name, which is made if there is none.
 
-        `keep_alive` is referenced until it is called.
+        `keep_alive` is referenced until the callback is called.
         """
         self.watch(self._queues.get(name) or self.queue(name, _Told.tell), _Told(events, callback, keep_alive))
 
@@ -131,7 +130,7 @@ class Completions:
     def drop(self, name: object) -> None:
         """Forget a queue without calling back, and let its thread end.
 
-        What its entries keep alive is kept until they are done, and their events are closed then.
+        What the entries keep alive is kept until the entries are done. Then their events are closed.
         """
         found = self._queues.pop(name, None)
         if found is None:
@@ -148,7 +147,7 @@ class Completions:
     # Looking from the loop.
 
     def look(self) -> None:
-        """Look once at all that a thread does not wait for; calls back for what has ended."""
+        """Look once at all queues that no thread waits for, and call back for the entries that have ended."""
         for queue in tuple(self._polled):
             entries = queue.entries
             ended = False
@@ -191,7 +190,7 @@ class Completions:
 
     @staticmethod
     def _waited(queue: StreamQueue, ended: Sequence[tuple[Entry, BaseException | None]]) -> None:
-        """Called on the loop: these entries have ended, in order."""
+        """On the loop: these entries have ended, in order."""
         if time.perf_counter() - queue.looked_since_s < LONGER_POLL_S:
             queue.poll_s = LONGER_POLL_S
         for entry, error in ended:
@@ -204,9 +203,9 @@ class Completions:
 
 
 class _Waiter:
-    """A thread that waits for entries, in order; `ended` is called on the loop with those that have.
+    """A thread that waits for entries, in order; `ended` is called on the loop with the entries that have ended.
 
-    `set_device` is called first: CUDA would open a context on the thread's current device, in every process on GPU 0.
+    The thread calls `set_device` first. Otherwise CUDA would open a context on GPU 0, in every process.
     """
 
     def __init__(
@@ -229,7 +228,7 @@ class _Waiter:
         self._wake.set()
 
     def stop(self, kept: Sequence[Entry]) -> None:
-        """End the thread once it is through with what it waits for, and with `kept`; it reports nothing more."""
+        """End the thread once it is through with its wait and with `kept`. It reports nothing more."""
         self._kept = kept
         self._stopped = True
         self._wake.set()
@@ -269,7 +268,7 @@ def _keep_there(entries: Sequence[Entry], set_device: Callable[[int], object]) -
 
 
 def _keep(entries: Sequence[Entry]) -> None:
-    """In a thread: hold on to entries until the GPU is through with them, and close their events."""
+    """In a thread: keep entries until the GPU is through with them, and close their events."""
     for entry in entries:
         with contextlib.suppress(Exception):  # of a broken GPU: it does nothing any more
             _synchronize(entry)
@@ -296,9 +295,9 @@ def _has_ended(entry: Entry) -> bool:
 
 
 class EventSpinner:
-    """Looks at the events of one `Completions`. Calls come from tasks of its loop.
+    """Looks at the events of one `Completions`, for tasks of its loop.
 
-    `messages` looks for what other ranks say, where operations wait for that too.
+    `messages` looks for messages of other ranks, where operations wait for messages too.
     """
 
     __slots__ = ("_completions", "_last_turn_s", "_limit_s", "_messages", "_misses", "_skip", "_skipped", "_thread")
@@ -314,7 +313,7 @@ class EventSpinner:
         self._last_turn_s = 0.0
 
     def look(self, work: Pending) -> bool:
-        """Look until `work` is done, for a while; whether it is."""
+        """Look for a while until `work` is done; return whether it is done."""
         if self._skipped < self._skip:
             self._skipped += 1
             return False
@@ -343,7 +342,7 @@ class EventSpinner:
         """The operation of the last look has ended since."""
 
     def turn_due(self) -> bool:
-        """Whether the task that has just been served should let the loop turn before it goes on."""
+        """Whether the task should let the loop turn before it goes on."""
         now_s = perf_counter()
         if now_s - self._last_turn_s < TURN_S:
             return False

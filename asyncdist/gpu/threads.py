@@ -1,6 +1,6 @@
-"""Threads for calls into GPU libraries that may block: opening, aborting and closing what belongs to a GPU.
+"""Threads for calls into GPU libraries that may block: to open, abort and close what belongs to a GPU.
 
-They are daemons of their own, not an executor's: one that never returns from a library must not keep the process alive.
+They are daemons, not an executor's threads: a thread that never returns from a library must not keep the process alive.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ __all__ = ["Helpers", "close_all", "close_behind", "discard_made", "in_thread", 
 T = TypeVar("T")
 
 OUR_THREADS: Final = "asyncdist "
-"""What the names of our own threads begin with, the communication thread's too. No code of others runs there."""
+"""How the names of our own threads begin, also of the communication thread. Code of others does not run there."""
 
 CLOSED_LOOK_S: Final = 0.1
-"""How often a thread that has made something looks whether the loop, which is to take it, was closed."""
+"""How often a thread that has made something looks whether the loop that is to take the result was closed."""
 
 
 def stay_on(runtime: Runtime, device: int) -> None:
-    """Let `device` be the current one of this thread for good, if the thread is ours.
+    """Make `device` the current device of this thread for good, if the thread is ours.
 
-    Every call of ours puts the current device back, which costs least where it is the right one already; and CUDA opens
-    a context on the device that is put back, hundreds of MiB of a GPU that other ranks use.
+    Every call of ours restores the current device, which costs least where nothing changes. And CUDA opens a context on
+    the device that is restored: hundreds of MiB of a GPU that other ranks use.
     """
     if threading.current_thread().name.startswith(OUR_THREADS):
         runtime.set_device(device)
@@ -54,11 +54,11 @@ def in_thread(
     keep_alive: object = None,
     discard: Callable[[T], object] | None = None,
 ) -> asyncio.Future[T]:
-    """Call `function(*arguments)` in a thread of its own; a future of its result. Cancelling that ends the waiting.
+    """Call `function(*arguments)` in a thread of its own; a future of the result. Cancelling it ends the waiting.
 
-    `on` is the device to be current there: a fresh thread's is the first, where CUDA would open a context as well.
+    `on` says which device is current there. A new thread's device is the first, and CUDA would open a context on it.
     `keep_alive` is referenced until the call returns, whatever becomes of the future and of the loop.
-    `discard(result)` is called there, if the future was cancelled or the loop closed before it had the result.
+    `discard(result)` is called in the thread if the future was cancelled, or the loop closed, before it had the result.
     """
     future: asyncio.Future[T] = loop.create_future()
     answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
@@ -85,7 +85,7 @@ def in_thread(
 
 
 def _is_taken(loop: asyncio.AbstractEventLoop, answers: queue.SimpleQueue[bool]) -> bool:
-    """Called in a thread: whether the loop took the result. The loop says so in `answers` unless it is closed."""
+    """In a thread: whether the loop took the result. The loop says so in `answers` unless it is closed."""
     while True:
         closed = loop.is_closed()
         try:
@@ -104,7 +104,7 @@ async def made_in_thread(
 ) -> T:
     """What `function(*arguments)` makes in a thread of its own.
 
-    When the caller is cancelled it is discarded, in a thread, as soon as it is there.
+    If the caller is cancelled, the result is discarded in a thread as soon as there is one.
     """
     future = in_thread(loop, function, *arguments, on=on, discard=discard)
     try:
@@ -125,25 +125,25 @@ def discard_made(future: asyncio.Future[T], on: tuple[Runtime, int], discard: Ca
 
 
 def _is_over(future: asyncio.Future[Any]) -> None:
-    """Read the failure, so that asyncio does not complain: there is nothing left to be done about it."""
+    """Read the failure, so that asyncio does not complain: nothing is left to be done about it."""
     if not future.cancelled():
         future.exception()
 
 
 class Helpers:
-    """Calls under way of which only the end matters, and what they need kept alive."""
+    """Calls in threads that are under way. Only their end matters; Helpers keeps alive what they need."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on: tuple[Runtime, int]) -> None:
-        self._loop = loop
-        self._on = on
+        self.loop = loop
+        self.on = on
         self._futures: set[asyncio.Future[Any]] = set()
 
     def start(self, function: Callable[..., object], *arguments: Any, keep_alive: object = None) -> None:
-        """Call `function` in a thread. What it raises is dropped, as there is nothing left to be done about it."""
-        self.keep(in_thread(self._loop, function, *arguments, on=self._on, keep_alive=keep_alive))
+        """Call `function` in a thread. What it raises is dropped: nothing is left to be done about it."""
+        self.keep(in_thread(self.loop, function, *arguments, on=self.on, keep_alive=keep_alive))
 
     def keep(self, future: asyncio.Future[Any]) -> None:
-        """Wait for this future as well; its failure is dropped too."""
+        """Wait for this future as well. Its failure is dropped too."""
         self._futures.add(future)
         future.add_done_callback(self._ended)
 
@@ -152,7 +152,7 @@ class Helpers:
         _is_over(future)
 
     async def wait(self, timeout_s: float) -> None:
-        """Wait until all have ended, at most `timeout_s`; what waits for the others is then cancelled.
+        """Wait until all have ended, at most `timeout_s`; then cancel the futures of the others.
 
         Their threads go on, with what they keep alive: the GPU may still use it.
         """
@@ -163,16 +163,16 @@ class Helpers:
 
 
 def close_all(*resources: Resource) -> None:
-    """Close all of them. A GPU reports there what has failed before, as CUDA does anywhere."""
+    """Close all of them. Failures are dropped: CUDA reports here, as in any call, what has failed before."""
     for resource in resources:
         with contextlib.suppress(DistBackendError):
             resource.close()
 
 
 def close_behind(runtime: Runtime, device: int, streams: Iterable[Stream], used: Iterable[Resource]) -> None:
-    """Close `streams`, and what they may still use, once they are through with it. Blocks: for a thread of its own.
+    """Close `streams`, and what they may still use, once they are through. Blocks: for a thread of its own.
 
-    The thread's current device would be the first: CUDA would open a context there as well.
+    `device` becomes the thread's current device. By default CUDA would open a context on the first device as well.
     """
     with contextlib.suppress(DistBackendError):
         runtime.set_device(device)

@@ -1,4 +1,4 @@
-"""What a call becomes in NCCL: its own collectives where it has them, sends and receives in a group where not.
+"""What a call becomes in NCCL: a collective of NCCL where there is one, else sends and receives in a group.
 
 | call | NCCL |
 | --- | --- |
@@ -8,16 +8,17 @@
 | reduce_scatter of a list | one reduce for each rank |
 | gather, scatter, all_to_all, all uneven forms | sends and receives; a rank's own part is copied |
 
-Where that is several operations they are launched together (`Nccl.group`). PREMUL_SUM is the library's where it offers
-that, else SUM of a multiplied copy; operations that NCCL does not have at all were refused at the call. Where an input
-shares memory with an output, other than as NCCL allows, a copy of it is sent.
+Several operations are launched together (`Nccl.group`). PREMUL_SUM is the library's where the library has it, else the
+SUM of a multiplied copy. Operations that NCCL does not have at all were refused at the call. If an input shares memory
+with an output, other than as NCCL allows, a copy of the input is sent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any, Final
 
 import numpy as np
@@ -33,25 +34,16 @@ __all__ = ["ISSUE", "Place", "alone", "talks_to"]
 _BYTES: Final = np.dtype(np.uint8)
 
 
+@dataclass(slots=True, eq=False)
 class Place:
-    """Where calls are issued: one rank's communicator, its stream, and temporary memory of that stream's order."""
+    """Where calls are issued: one rank's communicator, its stream, and temporary memory in the stream's order."""
 
-    __slots__ = ("communicator", "nccl", "runtime", "scratch", "stream")
-
-    def __init__(
-        self,
-        nccl: Nccl,
-        runtime: Runtime,
-        communicator: Communicator,
-        stream: Stream,
-        scratch: Callable[[int], int],
-    ) -> None:
-        self.nccl = nccl
-        self.runtime = runtime
-        self.communicator = communicator
-        self.stream = stream
-        self.scratch = scratch
-        """`scratch(nbytes)`: a pointer to memory that is the launch's own until it has ended on the stream."""
+    nccl: Nccl
+    runtime: Runtime
+    communicator: Communicator
+    stream: Stream
+    scratch: Callable[[int], int]
+    """`scratch(nbytes)`: a pointer to memory that belongs to this launch until the launch has ended on the stream."""
 
 
 def talks_to(call: Call, communicator: Communicator) -> frozenset[int]:
@@ -143,7 +135,7 @@ def _all_gather(call: Call, place: Place) -> Callable[[], None] | None:
         return None
     mine = blocks[communicator.rank]
     if own.pointer != mine.pointer and overlap([own], blocks):
-        own = _copied(own, place)
+        (own,) = _copies([own], place)
     if _in_a_row(blocks):
         return partial(communicator.all_gather, own.pointer, blocks[0].pointer, own.nbytes, _BYTES, place.stream)
     if own.pointer != mine.pointer:
@@ -187,7 +179,7 @@ def _reduce_scatter(call: Call, place: Place) -> Callable[[], None] | None:
 
 
 def _move(call: Call, place: Place) -> Callable[[], None] | None:
-    """gather, scatter and the exchanges: every rank has a block for each it sends to, and one for each it hears."""
+    """gather, scatter, all_to_all: a rank has a block for each rank that it sends to, and one for each it hears."""
     communicator, root = place.communicator, call.root
     rank, size = communicator.rank, communicator.size
     sent, received = input_blocks(call, size), output_blocks(call, size)
@@ -230,23 +222,14 @@ def _exchange(place: Place, sent: Sequence[Extent], received: Sequence[Extent]) 
 
 def _in_a_row(blocks: Sequence[Extent]) -> bool:
     """Whether blocks of one size follow each other in memory."""
-    nbytes = blocks[0].nbytes
-    end = blocks[0].pointer
-    for block in blocks:
-        if block.nbytes != nbytes or block.pointer != end:
-            return False
-        end += nbytes
-    return True
+    pointer, nbytes = blocks[0]
+    return all(block == (pointer + index * nbytes, nbytes) for index, block in enumerate(blocks))
 
 
 def _room_for(blocks: Sequence[Extent], place: Place) -> tuple[Extent, ...]:
     """Temporary memory for blocks, in a row."""
-    pointer = place.scratch(sum(block.nbytes for block in blocks))
-    found = []
-    for block in blocks:
-        found.append(Extent(pointer, block.nbytes))
-        pointer += block.nbytes
-    return tuple(found)
+    sizes = [block.nbytes for block in blocks]
+    return tuple(map(Extent, accumulate(sizes[:-1], initial=place.scratch(sum(sizes))), sizes))
 
 
 def _copies(blocks: Sequence[Extent], place: Place) -> tuple[Extent, ...]:
@@ -254,10 +237,6 @@ def _copies(blocks: Sequence[Extent], place: Place) -> tuple[Extent, ...]:
     for block, copy in zip(blocks, room, strict=True):
         place.runtime.copy(copy.pointer, block.pointer, block.nbytes, place.stream)
     return room
-
-
-def _copied(block: Extent, place: Place) -> Extent:
-    return _copies([block], place)[0]
 
 
 _ALONE: Final[dict[str, Callable[[Call, Place], None]]] = {
@@ -271,7 +250,7 @@ _OF_BLOCKS: Final = frozenset({"all_gather", "reduce_scatter"})
 
 
 def alone(call: Call) -> Callable[[Call, Place], None] | None:
-    """What queues `call` if that is one operation of NCCL's, which needs no group; else None."""
+    """What queues `call` where the call is one operation of NCCL, which needs no group; else None."""
     if call.members or type(call.op) is PremulSum:
         return None
     if call.collective in _OF_BLOCKS and (len(call.inputs) > 1 or len(call.outputs) > 1):
@@ -280,17 +259,11 @@ def alone(call: Call) -> Callable[[Call, Place], None] | None:
 
 
 ISSUE: Final[dict[str, Callable[[Call, Place], Callable[[], None] | None]]] = {
-    "all_reduce": _one_of_several,
-    "broadcast": _one_of_several,
-    "reduce": _one_of_several,
+    **dict.fromkeys(("all_reduce", "broadcast", "reduce"), _one_of_several),
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
-    "gather": _move,
-    "scatter": _move,
-    "all_to_all": _move,
-    "gather_uneven": _move,
-    "scatter_uneven": _move,
-    "all_to_all_uneven": _move,
+    **dict.fromkeys(("gather", "scatter", "all_to_all"), _move),
+    **dict.fromkeys(("gather_uneven", "scatter_uneven", "all_to_all_uneven"), _move),
 }
-"""By collective, what queues all that comes before a call's communication, copies and factors, and returns what queues
-that, if there is any: so that the communication of several calls can be launched together."""
+"""By collective, what queues all that comes before a call's communication: copies and factors. It returns what queues
+the communication, if there is any, so that the communication of several calls can be launched together."""

@@ -3,9 +3,9 @@
     device --copy out--> pinned buffer --host collective--> pinned buffer --copy in--> device
 
 Every portion of an operation takes a buffer through these three steps. There are several buffers, and a stream for each
-direction, so that one portion is copied out while others are on the network and being copied in. Buffers are a tag's
-own: if tags shared them, two ranks could each hold all of theirs for operations the other has no buffer for. A thread
-allocates each buffer when it is first needed.
+direction, so that one portion is copied out while others are on the network or copied in. Each tag has buffers of its
+own: if tags shared buffers, two ranks could each hold all of theirs for operations that the other has no buffer for. A
+thread allocates each buffer when it is first needed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Final
 
@@ -24,74 +24,62 @@ from asyncdist.collectives.arguments import call as calls
 from asyncdist.collectives.arguments.call import Call
 from asyncdist.collectives.backend import CollectiveWork
 from asyncdist.collectives.host.backend import HostBackend
-from asyncdist.cuda.interface import Pinned, Runtime, Stream
+from asyncdist.cuda.interface import Pinned, Stream
 from asyncdist.gpu.path import OnEnd, Surroundings
 from asyncdist.gpu.staged.plan import Portion, host_call, portions, rounds_of
 from asyncdist.gpu.streams import tell_queued
 from asyncdist.gpu.threads import Helpers, close_all, close_behind, in_thread
 from asyncdist.transport.protocol.frame import key_prefix, unpack_key
 
-__all__ = [
-    "BUFFERS",
-    "BUFFER_BYTES",
-    "SMALL_BUFFERS",
-    "SMALL_BUFFER_BYTES",
-    "PinnedSlots",
-    "StagedPipeline",
-    "backend_name",
-    "drop_unbegun",
-]
+__all__ = ["BUFFERS", "DROPPED_KEPT", "PinnedSlots", "StagedPipeline", "backend_name", "drop_unbegun"]
 
 BUFFER_BYTES: Final = 4 << 20
 """A pinned buffer: PCIe moves it in about 100 us, ten times what starting a copy and hearing of its end take."""
 BUFFERS: Final = 4
-"""Of a tag: one copied out, one copied in and two on the network, which is the slowest of the three."""
+"""Buffers of a tag: one is copied out, one copied in, and two are on the network, the slowest of the three."""
 SMALL_BUFFER_BYTES: Final = 64 << 10
-"""A buffer of an operation of one portion that fits: the time of smaller ones does not depend on their size."""
+"""A buffer of an operation that fits it whole. The time of smaller operations does not depend on their size."""
 SMALL_BUFFERS: Final = 16
-"""Small operations of a tag under way at once; the host's memory for them is 1 MiB."""
+"""Small operations of a tag under way at once. Their buffers take 1 MiB."""
 
 DROPPED_KEPT: Final = 64
-"""Dropped operations of which parts may still come, until a later operation of the tag has ended."""
+"""Dropped operations that are remembered: parts may come until a later operation of the tag has ended."""
 
 OPERATION_BYTES: Final = 12
-"""What the keys of an operation's parts begin with: the backend's group and its tag, which is our sequence number."""
+"""Length of what keys of an operation's parts share: the backend's group, and its tag, our sequence number."""
 
 _OUT: Final = 0
 _HOST: Final = 1
 _IN: Final = 2
 
 
+@dataclass(slots=True, eq=False)
 class _Portion:
     """A portion under way."""
 
-    __slots__ = ("buffer", "number", "plan", "queued", "slots", "step")
-
-    def __init__(self, plan: Portion, number: int, buffer: Pinned, slots: PinnedSlots) -> None:
-        self.plan = plan
-        self.number = number
-        self.buffer = buffer
-        self.slots = slots
-        self.step = _OUT
-        self.queued = False  # the copy of its results
+    plan: Portion
+    number: int
+    buffer: Pinned
+    slots: PinnedSlots
+    step: int = _OUT
+    queued: bool = False
+    """Whether the copy of the results is on the stream."""
 
 
+@dataclass(slots=True, eq=False)
 class _Operation:
     """A call under way."""
 
-    __slots__ = ("call", "exhausted", "live", "next", "number", "on_end", "portions", "stopped", "waited", "work")
-
-    def __init__(self, call: Call, work: CollectiveWork, on_end: OnEnd) -> None:
-        self.call = call
-        self.work = work
-        self.on_end = on_end
-        self.portions: Iterator[Portion] | None = None
-        self.next: Portion | None = None
-        self.number = 0
-        self.exhausted = False
-        self.live: set[_Portion] = set()
-        self.stopped = False
-        self.waited: set[Stream] = set()
+    call: Call
+    work: CollectiveWork
+    on_end: OnEnd
+    portions: Iterator[Portion] | None = None
+    next: Portion | None = None
+    number: int = 0
+    exhausted: bool = False
+    live: set[_Portion] = field(default_factory=set)
+    stopped: bool = False
+    waited: set[Stream] = field(default_factory=set)
 
 
 class StagedPipeline:
@@ -111,11 +99,8 @@ class StagedPipeline:
         except BaseException:
             close_all(self._out)
             raise
-        make = (BUFFER_BYTES, BUFFERS), (SMALL_BUFFER_BYTES, SMALL_BUFFERS)
-        self._large, self._small = (
-            PinnedSlots(around.loop, runtime, around.device, nbytes, count, helpers, self._available)
-            for nbytes, count in make
-        )
+        self._large = PinnedSlots(helpers, BUFFER_BYTES, BUFFERS, self._available)
+        self._small = PinnedSlots(helpers, SMALL_BUFFER_BYTES, SMALL_BUFFERS, self._available)
         self._waiting: deque[_Operation] = deque()  # not all of their portions have been taken up
         self._operations: dict[int, _Operation] = {}
         self._dropped = deque(dropped, DROPPED_KEPT)
@@ -151,7 +136,7 @@ class StagedPipeline:
     # The pipeline.
 
     def _available(self, error: BaseException | None) -> None:
-        """There may be a buffer now, or with `error` there will be none."""
+        """There may be a buffer now; with `error` there will be none."""
         if error is not None:
             for operation in list(self._operations.values()):
                 self._fail(operation, error)
@@ -169,7 +154,7 @@ class StagedPipeline:
             self._pumping = False
 
     def _take_up(self, operation: _Operation) -> bool:
-        """Take up the next portion of the first operation; False if that must wait."""
+        """Take up the next portion of `operation`, the first one; False if that must wait."""
         if operation.stopped:
             self._waiting.popleft()
             return True
@@ -291,7 +276,7 @@ class StagedPipeline:
         self._end_if_over(operation)
 
     def _release(self, operation: _Operation, portion: _Portion) -> None:
-        """Give the portion's buffer back, which nothing uses any more."""
+        """Give the portion's buffer back. Nothing uses the buffer any more."""
         if portion in operation.live:
             operation.live.discard(portion)
             portion.slots.give(portion.buffer)
@@ -312,7 +297,7 @@ class StagedPipeline:
             operation.on_end(operation.work, error)
 
     def _stop(self, operation: _Operation) -> None:
-        """Begin nothing more of an operation; buffers that are being copied are released after the copy."""
+        """Begin nothing more of an operation. Buffers in a copy are released after the copy."""
         operation.stopped = True
         sequence = operation.work.number
         del self._operations[sequence]
@@ -349,7 +334,7 @@ def _is_small(call: Call, size: int) -> bool:
 
 
 def backend_name(tag: int) -> str:
-    """The name of the exchange's host collectives that carry a tag; their tag is our sequence number."""
+    """Name of the exchange's host collectives that carry a tag. Their tag is our sequence number."""
     return f"staged {tag}"
 
 
@@ -361,7 +346,8 @@ def drop_unbegun(around: Surroundings, backend: HostBackend, sequence: int) -> N
 
 
 def _drop_parked(around: Surroundings, backend: HostBackend, sequence: int) -> None:
-    """Forget parts that have come of a dropped operation: a rank that only sends gets further ahead than BUFFERS."""
+    """Forget the parts of a dropped operation that have come. A rank that only sends may be ahead by more than
+    BUFFERS."""
     keys: list[bytes] = []
     operation = key_prefix(backend.group_id, sequence, 0)[:OPERATION_BYTES]
     for core in filter(None, around.mesh.cores):
@@ -371,25 +357,16 @@ def _drop_parked(around: Surroundings, backend: HostBackend, sequence: int) -> N
 
 
 class PinnedSlots:
-    """At most `count` buffers of `nbytes`. `available()` is called, from the loop, when there may be one to take.
+    """At most `count` buffers of `nbytes`. `available(error)` is called on the loop when there may be one to take.
 
-    Page-locking takes the driver milliseconds, so it is never done on the loop, and buffers are kept until `close`.
+    With an error there will be none. The driver takes milliseconds to page-lock a buffer: never on the loop, and
+    buffers are kept until `close`.
     """
 
     def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        runtime: Runtime,
-        device: int,
-        nbytes: int,
-        count: int,
-        helpers: Helpers,
-        available: Callable[[BaseException | None], object],
+        self, helpers: Helpers, nbytes: int, count: int, available: Callable[[BaseException | None], object]
     ) -> None:
         self.nbytes = nbytes
-        self._loop = loop
-        self._runtime = runtime
-        self._device = device
         self._left = count
         self._helpers = helpers
         self._available = available
@@ -404,20 +381,20 @@ class PinnedSlots:
         return len(self._taken)
 
     def take(self) -> Pinned | None:
-        """A buffer; None if none is free, and then `available` follows."""
+        """A buffer; None if none is free: then `available` follows."""
         if self._free:
             buffer = self._free.pop()
             self._taken.add(buffer)
             return buffer
         if self._left and self._allocating is None and not self._closed:
             self._left -= 1
-            on = self._runtime, self._device
-            self._allocating = in_thread(self._loop, self._runtime.pinned, self.nbytes, on=on, discard=close_all)
+            loop, on = self._helpers.loop, self._helpers.on
+            self._allocating = in_thread(loop, on[0].pinned, self.nbytes, on=on, discard=close_all)
             self._allocating.add_done_callback(self._allocated)
         return None
 
     def give(self, buffer: Pinned) -> None:
-        """Take one back, which nothing uses any more."""
+        """Take back a buffer that nothing uses any more."""
         if self._closed:
             return
         self._taken.remove(buffer)
@@ -425,7 +402,7 @@ class PinnedSlots:
         self._available(None)
 
     def close(self) -> list[Pinned]:
-        """Let there be no more; returns all there are, to be closed once nothing uses them."""
+        """Make no more buffers. Returns all buffers, for the caller to close once nothing uses them."""
         self._closed = True
         buffers = [*self._free, *self._taken]
         self._free.clear()

@@ -92,7 +92,7 @@ async def test_buffers_are_bounded(runtime: FakeRuntime) -> None:
 
     loop = asyncio.get_running_loop()
     helpers = Helpers(loop, (runtime, 0))
-    slots = PinnedSlots(loop, runtime, 0, 1000, BUFFERS, helpers, available)
+    slots = PinnedSlots(helpers, 1000, BUFFERS, available)
     taken = []
     while len(taken) < BUFFERS:
         buffer = slots.take()
@@ -121,7 +121,7 @@ async def test_without_pinned_memory_operations_fail(runtime: FakeRuntime, monke
     monkeypatch.setattr(runtime, "pinned", refuse)
     errors: list[BaseException | None] = []
     loop = asyncio.get_running_loop()
-    slots = PinnedSlots(loop, runtime, 0, 1000, 2, Helpers(loop, (runtime, 0)), errors.append)
+    slots = PinnedSlots(Helpers(loop, (runtime, 0)), 1000, 2, errors.append)
     assert slots.take() is None
     async with asyncio.timeout(60):
         while not errors:  # noqa: ASYNC110 - of what threads do there is no event
