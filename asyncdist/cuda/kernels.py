@@ -123,30 +123,24 @@ _REAL: Final = {"float32": _FLOAT, "float64": _DOUBLE}
 
 _COMPLEX: Final = {"complex64": (_FLOAT, 8), "complex128": (_DOUBLE, 16)}
 
+_BITS: Final = {ReduceOp.BAND: "a & b", ReduceOp.BOR: "a | b", ReduceOp.BXOR: "a ^ b"}
+
 _BOOL: Final = {
-    ReduceOp.SUM: "a | b",
-    ReduceOp.PRODUCT: "a & b",
-    ReduceOp.MIN: "a & b",
-    ReduceOp.MAX: "a | b",
-    ReduceOp.BAND: "a & b",
-    ReduceOp.BOR: "a | b",
-    ReduceOp.BXOR: "a ^ b",
+    **dict.fromkeys((ReduceOp.SUM, ReduceOp.MAX), "a | b"),
+    **dict.fromkeys((ReduceOp.PRODUCT, ReduceOp.MIN), "a & b"),
+    **_BITS,
 }
 
 _INTEGERS: Final = {
-    ReduceOp.SUM: "(C)a + (C)b",
-    ReduceOp.AVG: "(C)a + (C)b",
+    **dict.fromkeys((ReduceOp.SUM, ReduceOp.AVG), "(C)a + (C)b"),
     ReduceOp.PRODUCT: "(C)a * (C)b",
     ReduceOp.MIN: "a < b ? a : b",
     ReduceOp.MAX: "a > b ? a : b",
-    ReduceOp.BAND: "a & b",
-    ReduceOp.BOR: "a | b",
-    ReduceOp.BXOR: "a ^ b",
+    **_BITS,
 }
 
 _FLOATS: Final = {
-    ReduceOp.SUM: "add(a, b)",
-    ReduceOp.AVG: "add(a, b)",
+    **dict.fromkeys((ReduceOp.SUM, ReduceOp.AVG), "add(a, b)"),
     ReduceOp.PRODUCT: "multiply(a, b)",
     ReduceOp.MIN: "lower(a, b)",
     ReduceOp.MAX: "higher(a, b)",
@@ -162,8 +156,7 @@ __device__ T product(T a, R re, R im) {
 """
 
 _COMPLEX_NUMBERS: Final = {
-    ReduceOp.SUM: "T c; c.re = add(a.re, b.re); c.im = add(a.im, b.im); return c;",
-    ReduceOp.AVG: "T c; c.re = add(a.re, b.re); c.im = add(a.im, b.im); return c;",
+    **dict.fromkeys((ReduceOp.SUM, ReduceOp.AVG), "T c; c.re = add(a.re, b.re); c.im = add(a.im, b.im); return c;"),
     ReduceOp.PRODUCT: "return product(a, b.re, b.im);",
 }
 

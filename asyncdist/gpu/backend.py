@@ -284,10 +284,7 @@ class DeviceBackend(GroupBackend):
 
     def _likely_path(self) -> str:
         """The path that arguments are checked for until the path is known. Equal on ranks that are set up alike."""
-        settings = self._settings
-        if settings.path in PATHS:
-            return settings.path
-        return "staged" if settings.backend == Backend.AIO or self.provider.nccl is None else "nccl"
+        return self.wish or ("staged" if self.provider.nccl is None else "nccl")
 
     # What may go wrong.
 

@@ -141,8 +141,8 @@ class Completions:
         if found.waiter is not None:
             found.waiter.stop(kept)
         elif kept:
-            keeper = partial(_keep_there, kept, self._set_device)
-            threading.Thread(target=keeper, name="asyncdist gpu keeper", daemon=True).start()
+            arguments = kept, self._set_device
+            threading.Thread(target=_keep, args=arguments, name="asyncdist gpu keeper", daemon=True).start()
 
     # Looking from the loop.
 
@@ -260,15 +260,11 @@ class _Waiter:
         return entry, None
 
 
-def _keep_there(entries: Sequence[Entry], set_device: Callable[[int], object]) -> None:
-    """Runs in a thread of its own."""
-    with contextlib.suppress(Exception):
-        set_device(entries[0].events[0].device)
-    _keep(entries)
-
-
-def _keep(entries: Sequence[Entry]) -> None:
+def _keep(entries: Sequence[Entry], set_device: Callable[[int], object] | None = None) -> None:
     """In a thread: keep entries until the GPU is through with them, and close their events."""
+    if set_device is not None:
+        with contextlib.suppress(Exception):
+            set_device(entries[0].events[0].device)
     for entry in entries:
         with contextlib.suppress(Exception):  # of a broken GPU: it does nothing any more
             _synchronize(entry)

@@ -1,9 +1,9 @@
 """MismatchProbe: asks other ranks, in a group with GPU arrays, whether they run the same collective.
 
-A host array here and a GPU array there take separate ways, on which no message of one meets a message of the other. So
-a rank whose operation takes long asks, a few times a second: the ranks that it waits for where they are known, else its
-neighbors, one after the other. A waiting rank cannot rely on being asked: a rank that only sends may have ended the
-operation, while others wait for what never comes. A rank that cannot be asked any more has left.
+A host array here and a GPU array there take separate ways: no message of one meets a message of the other. So a rank
+whose operation takes long asks a few times a second: the ranks that it waits for where they are known, else its
+neighbors, one after the other. A waiting rank must ask by itself: a rank that only sends may have ended the operation
+while others wait for what never comes. A rank that cannot be asked any more has left.
 """
 
 from __future__ import annotations
@@ -11,26 +11,27 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final
 
 from asyncdist.collectives.arguments.call import Call
-from asyncdist.collectives.backend import CollectiveWork, GroupBackend
+from asyncdist.collectives.backend import CollectiveWork, GroupBackend, OnEnd
 
 __all__ = ["ASK_AFTER_S", "LEFT_GRACE_S", "MAX_AT_ONCE", "HostWatch", "MismatchProbe"]
 
 ASK_AFTER_S: Final = 0.25
-"""How old an operation gets before another rank is asked what it runs in its place: a difference shows within a second,
-and a step of training seldom asks."""
+"""How old an operation gets before another rank is asked what it runs there: a difference shows within a second, and a
+step of training seldom asks."""
 
 ASK_GROWTH: Final = 2.0
-"""By how much the next question about the same operation comes later: a rank that is late is asked a few times."""
+"""By how much later the next question about the same operation comes: a late rank is asked a few times."""
 
 MAX_AT_ONCE: Final = 8
-"""Ranks asked at a time; it begins with one, and doubles. More connections than that are not worth one late rank."""
+"""Most ranks asked at a time: one at first, then twice as many. One late rank is not worth more connections."""
 
 LEFT_GRACE_S: Final = 5.0
-"""How long an operation may take after it was found that a rank has left: that rank is through with it, or never came.
-NCCL moves what is under way in far less."""
+"""How long an operation may take after a rank was found to have left: that rank is through with it, or never came. NCCL
+moves what is under way in far less."""
 
 LOOK_S: Final = 0.1
 """How often operations on host arrays are looked at while any is under way."""
@@ -39,21 +40,19 @@ Key = tuple[int, int]
 """Tag and sequence number of an operation."""
 
 
+@dataclass(slots=True)
 class _Asked:
-    """The questions about one operation: when the next is due, to how many ranks, and at which neighbor it begins."""
+    """The questions about one operation: when the next is due, to how many ranks, and from which neighbor on."""
 
-    __slots__ = ("count", "due_s", "position")
-
-    def __init__(self) -> None:
-        self.count = 1
-        self.due_s = ASK_AFTER_S
-        self.position = 0
+    count: int = 1
+    due_s: float = ASK_AFTER_S
+    position: int = 0
 
 
 class MismatchProbe:
-    """Of one group. `waiting_for(tag, sequence)` gives global ranks, if known.
+    """Asks for one group. `waiting_for(tag, sequence)` gives global ranks, if they are known.
 
-    `ask(tag, sequence, rank)` asks one rank, and says whether that rank could be asked.
+    `ask(tag, sequence, rank)` asks one rank, and returns whether that rank could be asked.
     """
 
     def __init__(
@@ -70,9 +69,9 @@ class MismatchProbe:
         self._left: dict[int, float] = {}  # ranks that could not be asked, and since when
 
     def look(self, now_s: float, under_way: Iterable[tuple[Key, float]]) -> None:
-        """Ask about the oldest operation of each tag: those behind it wait for it. Each has the time of its issue.
+        """Ask about the oldest operation of each tag: later ones wait for it. Each comes with the time of its issue.
 
-        Forgets what was asked about operations that are not under way any more.
+        Forgets the questions about operations that are not under way any more.
         """
         if not self._others:
             return
@@ -88,7 +87,8 @@ class MismatchProbe:
                         self._left.setdefault(rank, now_s)
 
     def waits_in_vain(self, now_s: float, moved_s: float) -> int | None:
-        """A rank that left so long ago that what has not moved since `moved_s` will not end; None if there is none."""
+        """A rank that left so long ago that an operation unmoved since `moved_s` will not end; None without such a
+        rank."""
         return next((rank for rank, at_s in self._left.items() if now_s - max(at_s, moved_s) > LEFT_GRACE_S), None)
 
     def _next(self, key: Key, asked: _Asked) -> Sequence[int]:
@@ -103,7 +103,7 @@ class MismatchProbe:
 
 
 class HostWatch:
-    """Asks about operations on host arrays that `host` is given, from when the group takes GPU arrays too."""
+    """Asks about the operations on host arrays of `host`, once the group takes GPU arrays too."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, host: GroupBackend, ask: Callable[[int, int, int], bool]
@@ -114,9 +114,7 @@ class HostWatch:
         self._timer: asyncio.TimerHandle | None = None
         begin = host.start
 
-        def start(
-            call: Call, work: CollectiveWork, on_end: Callable[[CollectiveWork, BaseException | None], Any]
-        ) -> None:
+        def start(call: Call, work: CollectiveWork, on_end: OnEnd) -> None:
             begin(call, work, on_end)
             if not work.done():
                 self._add(work)

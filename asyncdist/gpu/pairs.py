@@ -81,7 +81,7 @@ class DevicePairs:
         self._shares_memory = path in ("", "ipc")
         self._nccl_messages: dict[tuple[int, bool], _NcclMessages] = {}
         self._shared: dict[tuple[int, bool], _IpcMessages] = {}
-        self._helpers = Helpers(around.loop, (around.runtime, around.device))
+        self._helpers = Helpers(around.loop, around.on)
         self._staged = StagedMessages(around, self._id, self._helpers)
         self._works: dict[AnyWork, int] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -303,7 +303,7 @@ class _NcclMessages:
         channel, around = self._channel, self._pairs._around
         try:
             if unique_id is None:
-                on = around.runtime, around.device
+                on = around.on
                 unique_id = self._unique_id = await in_thread(self._loop, self._nccl.unique_id, on=on)
                 self._answer_all()
             await channel.open(unique_id)

@@ -27,7 +27,7 @@ from asyncdist.concurrency.integers import derive_group_id
 from asyncdist.cuda import Nccl, Provider, Runtime
 from asyncdist.gpu.cuda_events import Completions
 from asyncdist.gpu.streams import EventPool
-from asyncdist.gpu.threads import settle
+from asyncdist.gpu.threads import Helpers, settle
 from asyncdist.transport.base_mesh import BaseMesh
 
 __all__ = ["MAX_MESSAGE_BYTES", "DeviceOwner", "DevicePath", "HostExchange", "Member", "OnEnd", "Surroundings"]
@@ -93,6 +93,11 @@ class Surroundings:
     """The GPU of this rank's arrays. Only multi-device calls have arrays on others."""
     members: tuple[Member, ...] = ()
 
+    @property
+    def on(self) -> tuple[Runtime, int]:
+        """The device for calls in threads: see `gpu.threads`."""
+        return self.runtime, self.device
+
 
 class DevicePath(ABC):
     """See the module. All ranks choose the same path, then each `open`s it. Methods are called on the loop's thread."""
@@ -115,6 +120,7 @@ class DevicePath(ABC):
 
     def __init__(self, around: Surroundings) -> None:
         self._around = around
+        self._helpers = Helpers(around.loop, around.on)
 
     def warm_up(self) -> None:
         """Make what the first operation will need. All ranks are bound to their GPUs."""

@@ -208,7 +208,7 @@ class IpcChannel:
             return True
         if self._compiling is None:
             key = (op, call.dtype)
-            self._compiling = in_thread(self._around.loop, self._compile, *key, on=(self.runtime, self.device))
+            self._compiling = in_thread(self._around.loop, self._compile, *key, on=self._around.on)
 
             def compiled(future: asyncio.Future[None]) -> None:
                 self._compiling = None
@@ -335,7 +335,7 @@ class IpcChannel:
             self.completions.drop(stream)
         close_all(*self._streams)
         with contextlib.suppress(DistBackendError):  # of a broken GPU: others must hear of the end all the same
-            await in_thread(loop, self.scratch.close_others, on=(self.runtime, self.device))
+            await in_thread(loop, self.scratch.close_others, on=self._around.on)
         self.tell(self._others, Record(CLOSED))
         self._free = lambda: helpers.start(self.scratch.free)
         self._free_if_closed()
@@ -375,4 +375,4 @@ async def open_channel(around: Surroundings, tag: int, *, first: bool) -> IpcCha
         if channel is None:
             close_all(*streams)
             if scratch is not None:  # the mesh is closed, and so are all others' channels
-                await in_thread(around.loop, scratch.undo, on=(around.runtime, around.device))
+                await in_thread(around.loop, scratch.undo, on=around.on)

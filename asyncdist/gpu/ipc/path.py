@@ -1,10 +1,10 @@
-"""CudaIpcPath: collectives of ranks on one host that can address each other's device memory, on one GPU among others.
+"""CudaIpcPath: collectives of ranks on one host that can address each other's device memory, mostly on one GPU.
 
 NCCL refuses several ranks on one GPU. Here every rank has a block of device memory that the others have opened by CUDA
-IPC, and copies and reductions go through these blocks: `ipc.plan` says which, `ipc.channel` in what order, and what
-ranks tell each other meanwhile. Blocks are made with the first operation of a tag. Where some rank cannot open
-another's (no access from GPU to GPU, no IPC in a container), that tag goes through the host instead, on all ranks; so
-do operations that no plan here knows.
+IPC, and copies and reductions go through these blocks. `ipc.plan` says which, `ipc.channel` in what order, and what
+ranks tell each other meanwhile. The first operation of a tag makes the blocks. If some rank cannot open another's block
+(no access from GPU to GPU, no IPC in a container), that tag goes through the host, on all ranks. So do operations that
+`ipc.plan` does not know.
 """
 
 from __future__ import annotations
@@ -26,32 +26,31 @@ from asyncdist.gpu.ipc.channel import IpcChannel, open_channel
 from asyncdist.gpu.ipc.plan import PLANNED
 from asyncdist.gpu.path import DevicePath, OnEnd, Surroundings
 from asyncdist.gpu.staged.path import PrivateInputs, StagedPath
-from asyncdist.gpu.threads import Helpers
 from asyncdist.plan.selection.selector import plan_id
 
 __all__ = ["CLOSE_LIMIT_S", "CudaIpcPath"]
 
 CLOSE_LIMIT_S: Final = 30.0
-"""How long a closing group waits for others to read what was written for them, as for sends without a receive."""
+"""How long a closing group waits until others have read what was written for them, as for sends without a receive."""
 
 FINGERPRINTS_KEPT: Final = 256
-"""As many kinds of operations as the host backend keeps plans of."""
+"""Kinds of operations that are remembered, as many as the host backend keeps plans of."""
 
 REDUCED: Final = frozenset(
     {"bool", "float16", "float32", "float64", "bfloat16", "float8_e4m3fn", "float8_e5m2", "complex64", "complex128"}
     | {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
 )
-"""Dtypes that kernels reduce; what else the CPU reduces goes through the host."""
+"""Dtypes that kernels reduce. Other dtypes that the CPU reduces go through the host."""
 
 _PLAIN: Final = frozenset(np.dtype(code) for code in "?bBhHiIlLqQefdFD")
-"""Those of them that numpy has itself: most arrays pass with one look-up."""
+"""The dtypes of REDUCED that numpy has itself: most arrays pass with one look-up."""
 
 ABORT_LIMIT_S: Final = 5.0
-"""How long an aborted group waits for its own work on the GPU, which waits only for the caller's kernels."""
+"""How long an aborted group waits for its own work on the GPU. That work waits only for the caller's kernels."""
 
 
 class _Tag:
-    """A tag's channel, or what waits for it; without one its operations are `staged`."""
+    """A tag's channel, or what waits for the channel. `staged`: there is none, and operations go through the host."""
 
     def __init__(self) -> None:
         self.channel: IpcChannel | None = None
@@ -71,7 +70,6 @@ class CudaIpcPath(DevicePath):
         self._staged = StagedPath(around)
         self._tags: dict[int, _Tag] = {}
         self._fingerprints: dict[tuple[Any, ...], int] = {}
-        self._helpers = Helpers(around.loop, (around.runtime, around.device))
         self._private = PrivateInputs(around, self._helpers)
 
     def start(self, call: Call, work: CollectiveWork, on_end: OnEnd) -> None:
@@ -152,18 +150,15 @@ class CudaIpcPath(DevicePath):
         return all(member.device == self._around.device for member in call.members)
 
     def _fingerprint(self, call: Call) -> int:
-        key = call.recipe_key
-        found = self._fingerprints.get(key)
+        found = self._fingerprints.get(call.recipe_key)
         if found is None:
             if len(self._fingerprints) >= FINGERPRINTS_KEPT:
                 self._fingerprints.clear()
-            found = self._fingerprints[key] = self._new_fingerprint(call)
+            op = ReduceOp.PREMUL_SUM if isinstance(call.op, PremulSum) else call.op  # factors may differ between ranks
+            detail = f"{call.dtype.name} {op!r} {call.detail} on GPUs"
+            found = plan_id(call.collective, self.name, len(self._around.ranks), call.counts, call.root, detail)
+            self._fingerprints[call.recipe_key] = found
         return found
-
-    def _new_fingerprint(self, call: Call) -> int:
-        op = ReduceOp.PREMUL_SUM if isinstance(call.op, PremulSum) else call.op  # factors may differ between ranks
-        detail = f"{call.dtype.name} {op!r} {call.detail} on GPUs"
-        return plan_id(call.collective, self.name, len(self._around.ranks), call.counts, call.root, detail)
 
     # The end.
 
@@ -182,7 +177,7 @@ class CudaIpcPath(DevicePath):
         self._cancel_opening()
 
     async def wait_closed(self) -> None:
-        """Close what belongs to others, once nothing here reads it, and free ours, once nothing there does."""
+        """Close the others' blocks once nothing here reads them, and free ours once no rank reads it."""
         opening = [tag.opening for tag in self._tags.values() if tag.opening is not None]
         if opening:
             await asyncio.wait(opening)

@@ -94,7 +94,7 @@ async def open_scratch(around: Surroundings, tag: int, *, first: bool) -> IpcScr
     Raises what the exchange does when a rank is gone. Cancelling frees our block (the others see a rank that is gone).
     """
     loop, runtime = around.loop, around.runtime
-    on = runtime, around.device
+    on = around.on
     own, large_bytes, handle, problem = await made_in_thread(
         loop, _make_block, runtime, around.device, first, on=on, discard=_free_made
     )
@@ -185,7 +185,7 @@ async def _undo_after(
     """Close all blocks, once the thread that opens or closes them is through: it goes on when we are cancelled."""
     if working is not None:
         await asyncio.wait([working])
-    await in_thread(around.loop, _undo, around, own, opened, on=(around.runtime, around.device))
+    await in_thread(around.loop, _undo, around, own, opened, on=around.on)
 
 
 def _undo(around: Surroundings, own: Memory | None, opened: list[int]) -> None:

@@ -29,7 +29,7 @@ from asyncdist.gpu.nccl.calls import ISSUE
 from asyncdist.gpu.nccl.channel import NcclChannel, NcclOperation
 from asyncdist.gpu.path import DevicePath, OnEnd, Surroundings
 from asyncdist.gpu.streams import devices_of_call
-from asyncdist.gpu.threads import Helpers, in_thread
+from asyncdist.gpu.threads import in_thread
 
 __all__ = ["MAX_TAGS", "NcclPath"]
 
@@ -68,7 +68,6 @@ class NcclPath(DevicePath):
         self._issued: dict[int, int] = {}
         """By tag, the last operation that was started here."""
         self._opening: dict[NcclChannel, asyncio.Task[None]] = {}
-        self._helpers = Helpers(around.loop, (around.runtime, around.device))
 
     @classmethod
     def refusal(cls, provider: Provider, call: Call) -> str:
@@ -138,7 +137,7 @@ class NcclPath(DevicePath):
         ids = [around.runtime.device_id(device) for device in channel.devices]
         unique = b""
         if around.rank == 0:
-            unique = await in_thread(around.loop, self._nccl.unique_id, on=(around.runtime, around.device))
+            unique = await in_thread(around.loop, self._nccl.unique_id, on=around.on)
         message = msgpack.packb([around.members[around.rank].host, ids, unique])
         told = await around.exchange.all_gather(EXCHANGE, channel.tag, channel.first, message)
         joined = [_joined(rank, one) for rank, one in zip(around.ranks, told, strict=True)]

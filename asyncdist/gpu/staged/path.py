@@ -37,7 +37,6 @@ class StagedPath(DevicePath):
         super().__init__(around)
         self._pipelines: dict[int, StagedPipeline] = {}
         self._dropped: dict[int, deque[int]] = {}  # by tag, before there is a pipeline
-        self._helpers = Helpers(around.loop, (around.runtime, around.device))
         self._private = PrivateInputs(around, self._helpers)
 
     def start(self, call: Call, work: CollectiveWork, on_end: OnEnd) -> None:
