@@ -385,32 +385,15 @@ class Nccl(ABC):
         """
 
 
-class NcclType(enum.IntEnum):
-    """ncclDataType_t."""
+NcclType = enum.IntEnum(
+    "NcclType",
+    "INT8 UINT8 INT32 UINT32 INT64 UINT64 FLOAT16 FLOAT32 FLOAT64 BFLOAT16 FLOAT8_E4M3 FLOAT8_E5M2",
+    start=0,
+)
+"""ncclDataType_t, from ncclInt8 = 0 on."""
 
-    INT8 = 0
-    UINT8 = 1
-    INT32 = 2
-    UINT32 = 3
-    INT64 = 4
-    UINT64 = 5
-    FLOAT16 = 6
-    FLOAT32 = 7
-    FLOAT64 = 8
-    BFLOAT16 = 9
-    FLOAT8_E4M3 = 10
-    FLOAT8_E5M2 = 11
-
-
-class NcclOp(enum.IntEnum):
-    """ncclRedOp_t."""
-
-    SUM = 0
-    PROD = 1
-    MAX = 2
-    MIN = 3
-    AVG = 4
-
+NcclOp = enum.IntEnum("NcclOp", "SUM PROD MAX MIN AVG", start=0)
+"""ncclRedOp_t, from ncclSum = 0 on."""
 
 _TYPES: Final = {one.name.lower().replace("e4m3", "e4m3fn"): one for one in NcclType}
 """By numpy's name; NCCL's float8_e4m3 has no infinity, as ml_dtypes' float8_e4m3fn."""

@@ -108,16 +108,12 @@ _E5M2: Final = _FLOAT8.format(mantissa=2, bias=15, largest=0x7B, infinity=0x7C, 
 _NARROW: Final = {"float16": _HALF, "bfloat16": _BFLOAT, "float8_e4m3fn": _E4M3, "float8_e5m2": _E5M2}
 
 _WIDE: Final = {
-    "int8": ("signed char", "unsigned char"),
-    "uint8": ("unsigned char", "unsigned char"),
-    "int16": ("short", "unsigned short"),
-    "uint16": ("unsigned short", "unsigned short"),
-    "int32": ("int", "unsigned int"),
-    "uint32": ("unsigned int", "unsigned int"),
-    "int64": ("long long", "unsigned long long"),
-    "uint64": ("unsigned long long", "unsigned long long"),
+    1: ("signed char", "unsigned char"),
+    2: ("short", "unsigned short"),
+    4: ("int", "unsigned int"),
+    8: ("long long", "unsigned long long"),
 }
-"""The type of an element, and the one in which sums and products wrap."""
+"""By bytes of an integer, the type with a sign, and the type in which sums and products wrap."""
 
 _REAL: Final = {"float32": _FLOAT, "float64": _DOUBLE}
 
@@ -235,8 +231,8 @@ def _element(dtype: np.dtype[Any]) -> str:
     if name in _COMPLEX:
         steps, nbytes = _COMPLEX[name]
         return f"{steps}struct __align__({nbytes}) T {{ R re, im; }};{_PRODUCT}"
-    kind, wrapping = ("unsigned char", "unsigned char") if name == "bool" else _WIDE[name]
-    return f"typedef {kind} T;\ntypedef {wrapping} C;"
+    signed, wrapping = _WIDE[dtype.itemsize]
+    return f"typedef {signed if dtype.kind == 'i' else wrapping} T;\ntypedef {wrapping} C;"
 
 
 def _combine(op: ReduceOp, dtype: np.dtype[Any]) -> str:

@@ -38,15 +38,7 @@ from asyncdist.gpu.threads import stay_on
 from asyncdist.plan.selection.tuning import Tuning
 from asyncdist.transport.base_mesh import BaseMesh
 
-__all__ = [
-    "PATHS",
-    "DeviceBackend",
-    "DeviceOwner",
-    "DeviceSettings",
-    "choose_path",
-    "member_of",
-    "several_gpus_refusal",
-]
+__all__ = ["PATHS", "DeviceBackend", "DeviceSettings", "choose_path", "member_of", "several_gpus_refusal"]
 
 PATHS: Final[dict[str, type[DevicePath]]] = {path.name: path for path in (NcclPath, CudaIpcPath, StagedPath)}
 
@@ -154,12 +146,12 @@ class DeviceBackend(GroupBackend):
         """Raise TypeError or ValueError for a call on GPU arrays that cannot be carried out."""
         if call.device == self.device and (call.collective, call.dtype, call.op) in self._carried and not call.members:
             return
-        device, devices = call.device, devices_of_call(call)
-        assert device is not None
+        devices = devices_of_call(call)
         for number in devices:
             if not 0 <= number < self._count:
                 raise ValueError(f"an array is on cuda:{number}, but there are {self._count} GPUs here")
-        if len(devices) == 1 and self.device is not None and device != self.device:
+        device = devices[0]
+        if len(devices) == 1 and self.device not in (None, device):
             raise ValueError(
                 f"an array is on cuda:{device}, but this rank has used cuda:{self.device} in the group so far: a rank "
                 "uses one GPU in a group, except in the *_multigpu operations"

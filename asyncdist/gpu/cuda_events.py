@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from threading import get_ident
 from time import perf_counter
@@ -60,6 +60,7 @@ class _Told:
         self.callback(error)
 
 
+@dataclass(slots=True, eq=False)
 class StreamQueue:
     """The entries of one stream, or of several that are used together, oldest first. They end in that order.
 
@@ -67,17 +68,14 @@ class StreamQueue:
     at the events fails.
     """
 
-    __slots__ = ("ended", "entries", "looked_since_s", "poll_s", "waiter", "waiting")
-
-    def __init__(self, ended: Callable[[Any, BaseException | None], object]) -> None:
-        self.ended = ended
-        self.entries: deque[Entry] = deque()
-        self.looked_since_s = 0.0
-        self.poll_s = POLL_S
-        self.waiting = False
-        """Whether the thread waits for the entries. The loop does not look then."""
-        self.waiter: _Waiter | None = None
-        """The thread, once there is one. The thread stays: to start one costs as much as several operations."""
+    ended: Callable[[Any, BaseException | None], object]
+    entries: deque[Entry] = field(default_factory=deque)
+    looked_since_s: float = 0.0
+    poll_s: float = field(default_factory=lambda: POLL_S)
+    waiting: bool = False
+    """Whether the thread waits for the entries. The loop does not look then."""
+    waiter: _Waiter | None = None
+    """The thread, once there is one. The thread stays: to start one costs as much as several operations."""
 
 
 class Completions:
@@ -303,9 +301,7 @@ class EventSpinner:
         self._messages = messages
         self._limit_s = (limit_us if messages is None else CATCH * limit_us) * 1e-6
         self._thread = get_ident()
-        self._misses = 0
-        self._skip = 0
-        self._skipped = 0
+        self._misses = self._skip = self._skipped = 0
         self._last_turn_s = 0.0
 
     def look(self, work: Pending) -> bool:

@@ -201,7 +201,7 @@ class DeviceSendWork(PairWork):
 class DeviceRecvWork(RecvWork):
     """A receive into a GPU array. The result is the source: `number` of the global rank."""
 
-    __slots__ = ("_messages", "announced", "array", "ready")
+    __slots__ = ("_announced", "_messages", "array", "number", "ready")
 
     def __init__(
         self,
@@ -224,17 +224,13 @@ class DeviceRecvWork(RecvWork):
         self.ready = ready
         self.on_device = Tail(messages.runtime, operation)
         self._messages = messages
-        self.announced: Announcement | None = None
+        self._announced: Announcement | None = None
 
     def allocate(self, token: object, source: int, nbytes: int, meta: bytes) -> memoryview:
         """Take an announcement that fits, and answer one that does not."""
         if not meta.startswith(GPU_META):
             dtype, shape = self._described(source, meta, nbytes)
-            raise CollectiveMismatchError(
-                f"{self.where}: rank {source} sent {describe(dtype, shape)} from the host, but the receive buffer is "
-                "on a GPU; the message is dropped, the pair stays usable",
-                source,
-            )
+            raise self._differs(source, f"{describe(dtype, shape)} from the host, but the receive buffer is on a GPU")
         try:
             announced = Announcement.decode(meta)
         except ValueError as error:
@@ -243,24 +239,24 @@ class DeviceRecvWork(RecvWork):
             own = describe(self.array.dtype, self.array.shape)
             sent = describe(announced.dtype, announced.shape)
             self._messages.refuse(source, announced.number, f"it sent {sent}, but the receive buffer is {own}")
-            raise CollectiveMismatchError(
-                f"{self.where}: rank {source} sent {sent}, but the receive buffer is {own}; the message is dropped, "
-                "the pair stays usable",
-                source,
-            )
-        self.announced = announced
+            raise self._differs(source, f"{sent}, but the receive buffer is {own}")
+        self._announced = announced
         return memoryview(bytearray())
+
+    def _differs(self, source: int, what: str) -> CollectiveMismatchError:
+        text = f"{self.where}: rank {source} sent {what}; the message is dropped, the pair stays usable"
+        return CollectiveMismatchError(text, source)
 
     def message_received(self, token: object, receive: Receive) -> None:
         """A message is announced: have the data sent."""
-        source, announced = receive.source, self.announced
+        source, announced = receive.source, self._announced
         assert source is not None, "the transport sets it before it reports"
         assert announced is not None, "allocate comes before"
         if self._done:
             self._messages.refuse(source, announced.number, "its receive has ended")
             return
         self.peer = source
-        self.nbytes = announced.nbytes
+        self.number, self.nbytes = announced.number, announced.nbytes
         self._source = source if self._number is None else self._number(source)
         self._messages.matched(self, announced)
 

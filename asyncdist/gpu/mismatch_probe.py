@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from asyncdist.collectives.arguments.call import Call
@@ -45,7 +45,7 @@ class _Asked:
     """The questions about one operation: when the next is due, to how many ranks, and from which neighbor on."""
 
     count: int = 1
-    due_s: float = ASK_AFTER_S
+    due_s: float = field(default_factory=lambda: ASK_AFTER_S)
     position: int = 0
 
 

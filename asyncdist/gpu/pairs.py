@@ -69,7 +69,7 @@ AnyWork = DeviceSendWork | DeviceRecvWork
 
 
 class DevicePairs:
-    """Of one group. `host` and `path` are this rank's, as in `Member`."""
+    """Moves the messages of one group. `host` and `path` are this rank's, as in `Member`."""
 
     def __init__(self, around: Surroundings, host: str, path: str) -> None:
         self.runtime = around.runtime
@@ -88,10 +88,13 @@ class DevicePairs:
         self._closed = False
 
     def send(self, operation: str, array: DeviceArray, key: bytes, owner: PairWorkOwner, peer: int) -> DeviceSendWork:
-        """A send to global rank `peer`, to be posted. Raises ValueError for an array that is not contiguous."""
+        """A send to global rank `peer`, for the caller to post. Raises ValueError for an array not contiguous."""
         flat = device_flat(array, writable=False)
         stay_on(self.runtime, array.device)
-        announcement = self._announcement(array, peer)
+        number = self._numbers.get(peer, 0)
+        self._numbers[peer] = (number + 1) & 0xFFFF_FFFF
+        device_id = self.runtime.device_id(array.device)
+        announcement = Announcement(number, self._host, device_id, self._nccl is not None, array.dtype, array.shape)
         ready = ready_after(self.runtime, self._around.events, [array])
         return DeviceSendWork(
             self._around.loop, operation, flat, announcement, key, self._around.group_id, owner, self, peer, ready
@@ -107,17 +110,10 @@ class DevicePairs:
         number: Callable[[int], int] | None,
         withdrawable: bool,
     ) -> DeviceRecvWork:
-        """A receive into `array`, to be posted. Raises ValueError for one that is read-only or not contiguous."""
+        """A receive into `array`, for the caller to post. Raises ValueError if it is read-only or not contiguous."""
         stay_on(self.runtime, array.device)
         ready = ready_after(self.runtime, self._around.events, [array])
         return DeviceRecvWork(self._around.loop, operation, array, key, owner, self, peer, number, withdrawable, ready)
-
-    def _announcement(self, array: DeviceArray, peer: int) -> Announcement:
-        """The next message to global rank `peer`."""
-        number = self._numbers.get(peer, 0)
-        self._numbers[peer] = (number + 1) & 0xFFFF_FFFF
-        device_id = self.runtime.device_id(array.device)
-        return Announcement(number, self._host, device_id, self._nccl is not None, array.dtype, array.shape)
 
     # The receiver.
 
@@ -144,16 +140,16 @@ class DevicePairs:
                 messages = _NcclMessages(self, source, device, announced.device_id, None)
                 self._nccl_messages[source, False] = messages
             if messages.fits(device, announced.device_id):
-                messages.receive(work, announced)
+                messages.receive(work)
                 return
         if self._shares_memory and not apart and announced.nbytes and source != self._around.mesh.rank:
             shared = self._ipc_messages(source, sending=False)
             if not shared.broken:
                 self._answer(source, announced.number, IPC)
-                shared.add(work, _received(work, announced))
+                shared.add(work, _received(work))
                 return
         self._answer(source, announced.number, STAGED)
-        self._staged.receive(work, announced)
+        self._staged.move(work)
 
     def _ipc_messages(self, peer: int, *, sending: bool) -> _IpcMessages:
         messages = self._shared.get((peer, sending))
@@ -162,14 +158,6 @@ class DevicePairs:
             sender, receiver = ends if sending else ends[::-1]
             messages = self._shared[peer, sending] = _IpcMessages(self, sender, receiver)
         return messages
-
-    def _stage(self, work: AnyWork) -> None:
-        """Move a message through the host that was to go through device memory."""
-        if isinstance(work, DeviceSendWork):
-            self._staged.send(work)
-        else:
-            assert work.announced is not None, "it has matched"
-            self._staged.receive(work, work.announced)
 
     def _answer(self, source: int, number: int, answer: bytes) -> None:
         answer_message(self._around.mesh, self._around.group_id, source, number, answer)
@@ -182,7 +170,7 @@ class DevicePairs:
         self._watch()
         how = answer[:1]
         if how == STAGED:
-            self._staged.send(work)
+            self._staged.move(work)
         elif how == IPC and self._shares_memory:
             self._ipc_messages(work.peer, sending=True).add(work, work.array.flat())
         elif how == NCCL and self._nccl is not None:
@@ -195,11 +183,8 @@ class DevicePairs:
             work.complete(not_received(work.peer))
         else:
             why = answer[1:].decode(errors="replace") if how == REFUSED else "it cannot be understood"
-            work.complete(
-                CollectiveMismatchError(
-                    f"{work.where}: rank {work.peer} refused the message: {why}; the pair stays usable", work.peer
-                )
-            )
+            text = f"{work.where}: rank {work.peer} refused the message: {why}; the pair stays usable"
+            work.complete(CollectiveMismatchError(text, work.peer))
 
     # Both.
 
@@ -210,7 +195,7 @@ class DevicePairs:
         self._around.events.give(work.ready)
 
     def _watch(self) -> None:
-        """Ask NCCL now and then whether it has failed, as it does not say so by itself."""
+        """Ask NCCL now and then whether it has failed. NCCL does not say so by itself."""
         if self._timer is None and self._works:
             self._timer = self._around.loop.call_later(WATCH_S, self._look)
 
@@ -225,7 +210,7 @@ class DevicePairs:
         self._watch()
 
     def peer_lost(self, rank: int, error: BaseException) -> None:
-        """A rank is gone: nothing that it had under way with us will end by itself."""
+        """A rank is gone: no message with that rank will end by itself."""
         for key in [key for key in self._nccl_messages if key[0] == rank]:
             self._nccl_messages.pop(key).end(in_order=False)
         for (peer, _), shared in self._shared.items():
@@ -288,11 +273,11 @@ class _NcclMessages:
         """Whether messages between these GPUs go this way."""
         return device == self._device and peer_device == self._peer_device
 
-    def receive(self, work: DeviceRecvWork, announced: Announcement) -> None:
+    def receive(self, work: DeviceRecvWork) -> None:
         """Queue a message and answer it, in order."""
-        self._unanswered.append(announced.number)
+        self._unanswered.append(work.number)
         self._answer_all()
-        self.send(work, _received(work, announced))
+        self.send(work, _received(work))
 
     def send(self, work: AnyWork, array: DeviceArray) -> None:
         """Queue a message that was answered, or is about to be."""
@@ -351,7 +336,7 @@ class _IpcMessages:
         """Move a message; `array` is as long as the message."""
         channel = self._channel
         if self.broken:
-            self._pairs._stage(work)
+            self._pairs._staged.move(work)
         elif channel is None:
             self._held.append((work, array))
         elif not work.done():  # given up meanwhile, and the pair with it
@@ -392,9 +377,9 @@ class _IpcMessages:
         self._exchange.close()
 
 
-def _received(work: DeviceRecvWork, announced: Announcement) -> DeviceArray:
+def _received(work: DeviceRecvWork) -> DeviceArray:
     """The part of the receive's array that the message fills."""
-    return work.array[: announced.nbytes // max(1, work.array.itemsize)]
+    return work.array[: work.nbytes // max(1, work.array.itemsize)]
 
 
 def _as_broadcast(

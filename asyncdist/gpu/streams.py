@@ -1,7 +1,8 @@
 """The order between the caller's streams and ours.
 
-Operations start after what was queued before the call: `ready_for`. Streams wait for an operation's end: `Tail`. The
-current stream belongs to a thread, so a call that crosses to another thread takes it along: `carried`.
+Operations start after the work that was queued before the call: `ready_for`. Streams wait for an operation's end:
+`Tail`. Each thread has a current stream of its own, so a call that crosses to another thread takes its stream along:
+`carried`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -33,7 +35,7 @@ __all__ = [
 
 
 class EventPool:
-    """Events that are used again and again, as making one costs about as much as recording it. From any thread."""
+    """Events that are used again: to make an event costs about as much as to record one. From any thread."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -54,7 +56,7 @@ class EventPool:
         return event
 
     def give(self, events: Iterable[Event]) -> None:
-        """Give back events that no stream waits for any more, and that will not be asked."""
+        """Give back events that no stream waits for any more and nobody will ask."""
         if self._closed:
             close_all(*events)
         else:
@@ -62,7 +64,7 @@ class EventPool:
                 self._free[event.device].append(event)
 
     def close(self) -> None:
-        """Close those that are here, and the others as they are given back."""
+        """Close the events that are here now, and the others when they are given back."""
         self._closed = True
         for free in self._free:
             while free:
@@ -70,9 +72,9 @@ class EventPool:
 
 
 def ready_after(runtime: Runtime, pool: EventPool, arrays: Sequence[DeviceArray]) -> tuple[Event, ...]:
-    """Events, recorded now, on the streams that the arrays are written and read on.
+    """Events, recorded now on the streams that write and read the arrays.
 
-    These are the calling thread's current stream of each GPU, and those that the arrays' producers name.
+    These are the calling thread's current stream of each GPU, and the streams that the arrays' producers name.
     """
     streams: dict[tuple[int, int], Stream] = {}
     current: dict[int, Stream] = {}
@@ -81,8 +83,8 @@ def ready_after(runtime: Runtime, pool: EventPool, arrays: Sequence[DeviceArray]
         if not array.ordered and device not in current:
             stream = current[device] = runtime.current_stream(device)
             streams[device, stream.handle or LEGACY_STREAM] = stream
-        if array.stream is not None and (device, array.stream or LEGACY_STREAM) not in streams:
-            handle = array.stream or LEGACY_STREAM
+        handle = array.stream or LEGACY_STREAM
+        if array.stream is not None and (device, handle) not in streams:
             streams[device, handle] = runtime.external_stream(handle, device)
     ready: list[Event] = []
     try:
@@ -94,7 +96,7 @@ def ready_after(runtime: Runtime, pool: EventPool, arrays: Sequence[DeviceArray]
 
 
 def ready_for(runtime: Runtime, pool: EventPool, call: Call) -> tuple[Event, ...]:
-    """As `ready_after`, for all arrays of a call, its members' too."""
+    """As `ready_after`, for all arrays of a call and of its members."""
     if not call.members:  # without a detour: small operations count microseconds
         arrays: Any = (*call.inputs, *call.outputs)
         for array in arrays:
@@ -106,22 +108,19 @@ def ready_for(runtime: Runtime, pool: EventPool, call: Call) -> tuple[Event, ...
     return ready_after(runtime, pool, _arrays_of(call))
 
 
-def _arrays_of(call: Call) -> list[DeviceArray]:
-    found: list[Any] = [*call.inputs, *call.outputs]
-    for member in call.members:
-        found += _arrays_of(member)
-    return found
+def _arrays_of(call: Call) -> list[Any]:
+    return [*call.inputs, *call.outputs, *chain.from_iterable(map(_arrays_of, call.members))]
 
 
 def devices_of_call(call: Call) -> tuple[Any, ...]:
-    """The GPUs of a call's arrays: one, but for the multi-device forms."""
+    """The GPUs of a call's arrays: one, except in the multi-device forms."""
     if not call.members:
         return (call.device,)
     return tuple(dict.fromkeys(member.device for member in call.members))
 
 
 def callers_stream(runtime: Runtime, stream: Any, device: int) -> Stream:
-    """A stream as a user names it: None (the current one), a handle, or cupy's, torch's or another library's stream.
+    """The stream that a user names: None (the current stream), a handle, or a stream of cupy, torch or others.
 
     Raises TypeError for anything else.
     """
@@ -153,7 +152,7 @@ class Tail:
         self._callbacks: tuple[Callable[[], object], ...] = ()
 
     def queued(self, events: Sequence[Event]) -> None:
-        """The operation is on the GPU's queues; `events` are recorded after it."""
+        """The operation is on streams of the GPU; `events` are recorded after it."""
         self._events = events
         if self._callbacks:
             callbacks, self._callbacks = self._callbacks, ()
@@ -161,7 +160,7 @@ class Tail:
                 callback()
 
     def when_queued(self, callback: Callable[[], object]) -> None:
-        """Call it once `queued` was called; now, if it was."""
+        """Call `callback` once `queued` was called; now, if it was."""
         if self._events:
             callback()
         else:
@@ -187,13 +186,13 @@ def tail_of(work: Work[Any]) -> Tail:
 
 
 def tell_queued(work: Work[Any], *events: Event) -> None:
-    """Tell the operation's `Tail`, if it has one, that all of the operation is on the GPU's queues now."""
+    """Tell the operation's `Tail`, if it has one, that all of the operation is on streams of the GPU now."""
     if isinstance(work.on_device, Tail):
         work.on_device.queued(events)
 
 
 def carried(value: Any) -> Any:
-    """`value`, or its stand-in for another thread; GPU arrays in lists are replaced too."""
+    """`value`, or its stand-in for another thread. GPU arrays in lists are replaced too."""
     if value is None or isinstance(value, int | str | np.ndarray):
         return value
     if type(value) in (list, tuple):

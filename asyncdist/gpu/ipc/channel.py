@@ -99,7 +99,7 @@ class IpcChannel:
         self._free: Callable[[], object] | None = None
         self._ended: dict[int, int] = {}
         """Fingerprints of the last operations that have ended well here."""
-        self._signals = Signals(around.mesh, around.group_id, around.ranks, around.rank, tag, self._hear, self._lose)
+        self._signals = Signals(around, tag, self._hear, self._lose)
         self.tell = self._signals.tell
         self._signals.open()
 

@@ -24,9 +24,8 @@ from asyncdist.cuda.interface import Event, Stream
 from asyncdist.errors import ClosedError, CollectiveMismatchError, DistError, RemoteProtocolError
 from asyncdist.gpu.ipc.plan import Chunk, Move, Stage, chunks, is_small
 from asyncdist.gpu.ipc.scratch import LARGE_SLOTS, SMALL_SLOTS
-from asyncdist.gpu.path import OnEnd
+from asyncdist.gpu.path import OnEnd, Surroundings
 from asyncdist.gpu.streams import tell_queued
-from asyncdist.transport.base_mesh import BaseMesh
 from asyncdist.transport.protocol.frame import COLLECTIVE, pack_key
 from asyncdist.transport.protocol.operations import Receive, SendOp
 
@@ -67,21 +66,18 @@ class Signals:
 
     def __init__(
         self,
-        mesh: BaseMesh,
-        group_id: int,
-        ranks: tuple[int, ...],
-        rank: int,
+        around: Surroundings,
         tag: int,
         heard: Callable[[int, Record], object],
         lost: Callable[[int, BaseException], object],
     ) -> None:
-        self._mesh = mesh
-        self._ranks = ranks
-        self._rank = rank
-        self._key = pack_key(group_id ^ SIGNAL_MARK, tag, 0, 0, COLLECTIVE)
+        self._mesh = around.mesh
+        self._ranks = around.ranks
+        self._rank = around.rank
+        self._key = pack_key(around.group_id ^ SIGNAL_MARK, tag, 0, 0, COLLECTIVE)
         self._heard = heard
         self._lost = lost
-        self._buffers = [bytearray(_RECORD.size) for _ in ranks]
+        self._buffers = [bytearray(_RECORD.size) for _ in around.ranks]
         self._receives: dict[int, Receive] = {}
         self._gone: set[int] = set()
         self._hushed: set[int] = set()

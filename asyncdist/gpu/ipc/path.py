@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -49,15 +50,15 @@ ABORT_LIMIT_S: Final = 5.0
 """How long an aborted group waits for its own work on the GPU. That work waits only for the caller's kernels."""
 
 
+@dataclass(slots=True)
 class _Tag:
     """A tag's channel, or what waits for the channel. `staged`: there is none, and operations go through the host."""
 
-    def __init__(self) -> None:
-        self.channel: IpcChannel | None = None
-        self.staged = False
-        self.held: deque[tuple[Call, CollectiveWork, OnEnd]] = deque()
-        self.dropped: list[int] = []
-        self.opening: asyncio.Task[None] | None = None
+    channel: IpcChannel | None = None
+    staged: bool = False
+    held: deque[tuple[Call, CollectiveWork, OnEnd]] = field(default_factory=deque)
+    dropped: list[int] = field(default_factory=list)
+    opening: asyncio.Task[None] | None = None
 
 
 class CudaIpcPath(DevicePath):
@@ -195,5 +196,4 @@ class CudaIpcPath(DevicePath):
     async def _close_tag(self, tag: _Tag) -> None:
         channel, tag.channel = tag.channel, None
         if channel is not None:
-            limit_s = ABORT_LIMIT_S if channel.closed else CLOSE_LIMIT_S
-            await channel.shut(self._helpers, limit_s)
+            await channel.shut(self._helpers, ABORT_LIMIT_S if channel.closed else CLOSE_LIMIT_S)

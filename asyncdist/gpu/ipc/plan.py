@@ -34,19 +34,8 @@ CALLERS: Final = -1
 """In a Place, instead of a rank: the caller's memory, at an address."""
 
 PLANNED: Final = frozenset(
-    {
-        "all_gather",
-        "all_reduce",
-        "all_to_all",
-        "all_to_all_uneven",
-        "broadcast",
-        "gather",
-        "gather_uneven",
-        "reduce",
-        "reduce_scatter",
-        "scatter",
-        "scatter_uneven",
-    }
+    {*["all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "reduce", "reduce_scatter", "scatter"]}
+    | {*["all_to_all_uneven", "gather_uneven", "scatter_uneven"]}
 )
 """Collectives that `chunks` knows."""
 

@@ -1,7 +1,7 @@
 """NcclChannel: the communicators of one tag, one stream for each GPU, and the operations that go through them in order.
 
-NCCL demands one order per communicator on all ranks, and tags are what has an order of its own here: so each tag has a
-communicator. An ordinary channel has one communicator per rank; that of a multi-device form one per GPU of each rank.
+NCCL demands one order per communicator on all ranks. Here each tag has an order of its own, and so a communicator. An
+ordinary channel has one communicator per rank, the channel of a multi-device form one per GPU of each rank.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Final
 
 from asyncdist.arrays.reduce_op import PremulSum
@@ -29,39 +30,40 @@ __all__ = ["MAX_LAUNCHED", "NcclChannel", "NcclOperation"]
 _NOTHING: Final[frozenset[object]] = frozenset()
 
 MAX_LAUNCHED: Final = 128
-"""Operations of a channel that are queued on the GPU at once: enough that it never waits for the next, and, with three
+"""Operations of a channel that are on the GPU at once: enough that the GPU never waits for the next, and, with three
 entries each and a few channels, below the thousand from which a launch blocks. The others wait here."""
 
 
 LAUNCH_GRACE_S: Final = 1.0
-"""How long aborting waits for a launch in a thread of ours: NCCL allows no abort while operations of the communicator
-are being put together. A launch that takes longer waits for a peer, inside of NCCL, where an abort is what ends it."""
+"""How long an abort waits for a launch in a thread of ours: NCCL allows no abort while a thread puts operations of the
+communicator together. A launch that takes longer waits for a peer, inside NCCL, where only an abort ends it."""
 
 LEAST_SCRATCH_BYTES: Final = 2 << 20
-"""CUDA allocates no less. Doubled until it is enough: all that is outgrown is together less than the last."""
+"""CUDA allocates no less. Doubled until it is enough: all outgrown memory together is less than the last."""
 
 _COMMUNICATOR: Final = "communicator"
-"""Its first launch connects, where the environment, or a library that used NCCL before us, has it so."""
+"""The first launch connects, if the environment, or a library that used NCCL before us, wants it so."""
 
 
+@dataclass(slots=True, eq=False)
 class NcclOperation:
     """A call under way: an entry of `Completions`, once it is launched."""
 
-    __slots__ = ("call", "events", "launch", "launched", "on_end", "work")
+    call: Call
+    work: CollectiveWork
+    on_end: OnEnd
+    launched: bool = False
+    events: Sequence[Event] = ()
+    launch: Callable[[Call, Place], None] | None = field(init=False)
 
-    def __init__(self, call: Call, work: CollectiveWork, on_end: OnEnd) -> None:
-        self.call = call
-        self.work = work
-        self.on_end = on_end
-        self.launch = alone(call)
-        self.launched = False
-        self.events: Sequence[Event] = ()
+    def __post_init__(self) -> None:
+        self.launch = alone(self.call)
 
 
 class NcclChannel:
     """See the module. `first` is the sequence number from which on operations come here.
 
-    `retire` is called whenever an operation has ended since there is a limit.
+    `retire` is called whenever an operation has ended after a limit was set.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class NcclChannel:
         self.first = first
         self.devices = devices
         self.limit: int | None = None
-        """Once an operation was refused, its number: that and later ones never come here."""
+        """The number of a refused operation, if any: that operation and later ones never come here."""
         self.operations: dict[int, NcclOperation] = {}
         """Under way, by sequence number, oldest first."""
         self._around = around
@@ -89,7 +91,7 @@ class NcclChannel:
         self._launched = 0
         self._launching: asyncio.Task[None] | None = None
         self._prepared: set[object] = set()
-        """What launching has needed for the first time: the communicator, peers by rank, kernels by dtype."""
+        """What launches have prepared: the communicator, peers by rank, kernels by dtype."""
         self._launch_ended = threading.Event()
         self._launch_ended.set()
         self._streams: tuple[Stream, ...] = ()
@@ -109,7 +111,7 @@ class NcclChannel:
         return bool(self._communicators)
 
     async def open(self, unique_id: bytes) -> None:
-        """Join the communicators; blocks threads, not the loop. Cancelling leaves them to a thread to be aborted."""
+        """Join the communicators. Blocks threads, not the loop. After cancelling a thread aborts them."""
         around, nccl = self._around, self._nccl
         each = len(self.devices)
         size, first = len(around.ranks) * each, around.rank * each
@@ -258,7 +260,7 @@ class NcclChannel:
                 self._retire(self)
 
     def forget(self, number: int) -> NcclOperation | None:
-        """Forget an operation; if it is on the GPU it stays there, and its arrays are kept until the channel ends."""
+        """Forget an operation. If it is on the GPU it stays there, and its arrays are kept until the channel ends."""
         operation = self.operations.pop(number, None)
         if operation is not None:
             if operation.launched:
@@ -280,9 +282,9 @@ class NcclChannel:
         return next(filter(None, (communicator.async_error() for communicator in self._communicators)), "")
 
     def end(self, helpers: Helpers, *, in_order: bool) -> None:
-        """Give everything up, in a thread; what the GPU may still use is kept until it does not. Idempotent.
+        """Give everything up, in a thread. What the GPU may still use is kept until then. Idempotent.
 
-        `in_order`: every rank does so, and nothing is under way; else what runs is aborted.
+        `in_order`: every rank does so, and nothing is under way. Otherwise what runs is aborted.
         """
         if self._gone:
             return
@@ -311,9 +313,9 @@ class NcclChannel:
 
 
 class _Scratch:
-    """Temporary memory in the order of one stream: each launch may use it from its start, as those before have ended.
+    """Temporary memory in the order of one stream: earlier launches have ended when a launch uses it from its start.
 
-    What is launched together, the members of one call, has parts of its own.
+    Members of one call, which are launched together, have parts of their own.
     """
 
     def __init__(self, channel: NcclChannel, device: int) -> None:

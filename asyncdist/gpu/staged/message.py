@@ -13,9 +13,9 @@ from collections import deque
 from typing import Any, Final
 
 from asyncdist.concurrency.tasks import start_task
-from asyncdist.cuda import Pinned, Runtime, Stream
+from asyncdist.cuda import Pinned, Stream
 from asyncdist.errors import ClosedError, DistError
-from asyncdist.gpu.messages import Announcement, DeviceRecvWork, DeviceSendWork
+from asyncdist.gpu.messages import DeviceRecvWork, DeviceSendWork
 from asyncdist.gpu.path import Surroundings
 from asyncdist.gpu.streams import tail_of
 from asyncdist.gpu.threads import Helpers, close_all, close_behind, made_in_thread, settle
@@ -45,19 +45,18 @@ class StagedMessages:
     def __init__(self, around: Surroundings, group_id: int, helpers: Helpers) -> None:
         self._around = around
         self._id = group_id
-        self._stages = Stages(around.loop, around.runtime, helpers, STAGE_BYTES)
+        self._stages = Stages(helpers, STAGE_BYTES)
         self._streams: dict[tuple[int, bool], Stream] = {}
         self._turns: dict[tuple[int, bool], asyncio.Semaphore] = {}
         self._tasks: dict[AnyWork, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()
 
-    def send(self, work: DeviceSendWork) -> None:
-        """Send the data of a message that was answered."""
-        self._run(work, work.number, work.array.nbytes, sending=True)
-
-    def receive(self, work: DeviceRecvWork, announced: Announcement) -> None:
-        """Receive the data of a message of `work.peer`."""
-        self._run(work, announced.number, announced.nbytes, sending=False)
+    def move(self, work: AnyWork) -> None:
+        """Send, or receive, the data of a message that has met its receive."""
+        task = start_task(self._around.loop, self._transfer(work), name="GPU message")
+        self._tasks[work] = task
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
 
     def forget(self, work: AnyWork) -> None:
         """A work has ended."""
@@ -65,23 +64,17 @@ class StagedMessages:
         if task is not None and not task.done() and asyncio.current_task(self._around.loop) is not task:
             task.cancel()
 
-    def _run(self, work: AnyWork, number: int, nbytes: int, *, sending: bool) -> None:
-        transfer = self._transfer(work, number, nbytes, sending=sending)
-        task = start_task(self._around.loop, transfer, name="GPU message")
-        self._tasks[work] = task
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
-
-    async def _transfer(self, work: AnyWork, number: int, nbytes: int, *, sending: bool) -> None:
+    async def _transfer(self, work: AnyWork) -> None:
+        sending = isinstance(work, DeviceSendWork)
         try:
             async with self._turns.setdefault((work.peer, sending), asyncio.Semaphore(TRANSFERS)):
-                await self._move(work, number, nbytes, sending=sending)
+                await self._chunks(work, work.number, work.nbytes, sending=sending)
         except Exception as error:
             work.complete(error)
         else:
             work.complete(None)
 
-    async def _move(self, work: AnyWork, number: int, nbytes: int, *, sending: bool) -> None:
+    async def _chunks(self, work: AnyWork, number: int, nbytes: int, *, sending: bool) -> None:
         stages = self._stages
         stream = self._stream(work.array.device, sending=sending)
         for event in work.ready:
@@ -228,12 +221,11 @@ class _Sink:
 class Stages:
     """Buffers of `nbytes`. Methods are called on the loop's thread; other threads page-lock and free."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, runtime: Runtime, helpers: Helpers, nbytes: int) -> None:
+    def __init__(self, helpers: Helpers, nbytes: int) -> None:
         self.device = 0
         """A GPU that is used here. Other GPUs must not be touched."""
-        self._loop = loop
-        self._runtime = runtime
         self._helpers = helpers
+        self._runtime = helpers.on[0]
         self._nbytes = nbytes
         self._free: list[Pinned] = []
         self._holders: dict[Pinned, int] = {}
@@ -251,7 +243,9 @@ class Stages:
             buffer = self._free.pop()
         else:
             on = self._runtime, self.device
-            buffer = await made_in_thread(self._loop, self._runtime.pinned, self._nbytes, on=on, discard=close_all)
+            buffer = await made_in_thread(
+                self._helpers.loop, self._runtime.pinned, self._nbytes, on=on, discard=close_all
+            )
         self._holders[buffer] = 1
         return buffer
 

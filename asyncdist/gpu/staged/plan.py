@@ -1,9 +1,9 @@
-"""How a collective on device arrays becomes some on host buffers: which bytes go out, what is run, what comes in.
+"""How a collective on GPU arrays becomes collectives on host buffers: which bytes go out, what is run, what comes in.
 
-A portion is a part of every vector or block, so small that all of it fits one buffer: it is copied out of the device,
-one host collective is run on it, and its results are copied in. Portions do not depend on each other. All ranks cut
-alike, from what they must agree on anyway; where only the two ends of a piece know its length they agree on the number
-of portions first. Everything here is pure but for `host_call`, which binds a portion to its buffer.
+A portion is a part of every vector or block, so small that all of it fits one buffer. The portion is copied out of the
+device, one host collective is run on it, and its results are copied in. Portions do not depend on each other. All ranks
+cut alike, from what they must agree on anyway. Where only the two ends of a piece know its length, ranks agree on the
+number of portions first. Everything here is pure but `host_call`, which binds a portion to its buffer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from asyncdist.arrays.host import Array, Flat
 from asyncdist.collectives.arguments.call import Call
-from asyncdist.gpu.extents import NOTHING, Extent, input_blocks, output_blocks
+from asyncdist.gpu.extents import NOTHING, input_blocks, output_blocks
 
 __all__ = ["VECTORS", "Portion", "Transfer", "host_call", "portions", "rounds_of"]
 
@@ -36,7 +36,7 @@ class Transfer(NamedTuple):
 class Portion:
     """`inputs` and `outputs` say where the host collective's blocks lie in the buffer: offset and bytes of each.
 
-    `counts` are its elements, as in `Call.counts`.
+    `counts` are the collective's elements, as in `Call.counts`.
     """
 
     call: Call
@@ -56,7 +56,7 @@ def portions(call: Call, rank: int, size: int, buffer_bytes: int, rounds: int = 
     if call.collective in VECTORS:
         return _vector(call, rank, size, buffer_bytes)
     if call.pieces is not None:
-        return _pieces(call, rank, size, buffer_bytes, rounds)
+        return _pieces(call, size, buffer_bytes, rounds)
     return _blocks(call, size, buffer_bytes)
 
 
@@ -126,37 +126,26 @@ def _vector(call: Call, rank: int, size: int, buffer_bytes: int) -> Iterator[Por
 
 
 def _blocks(call: Call, size: int, buffer_bytes: int) -> Iterator[Portion]:
-    inputs, outputs = input_blocks(call, size), output_blocks(call, size)
     parts = 2 * size if call.collective == "all_to_all" else size + 1
-    quota_bytes = _quota(call, parts, buffer_bytes) * call.dtype.itemsize
-    even = isinstance(call.counts, int)
+    itemsize = call.dtype.itemsize
+    quota = _quota(call, parts, buffer_bytes)
     counts = (call.counts,) * size if isinstance(call.counts, int) else call.counts
-    longest = max(counts) * call.dtype.itemsize
-    for start in range(0, longest, quota_bytes):
-        cut = [min(quota_bytes, max(0, count * call.dtype.itemsize - start)) for count in counts]
-        elements = tuple(nbytes // call.dtype.itemsize for nbytes in cut)
-        yield _portion(call, elements[0] if even else elements, inputs, outputs, start, quota_bytes)
+    for start in range(0, max(counts), quota):
+        cut = tuple(min(quota, max(0, count - start)) for count in counts)
+        yield _portion(call, size, cut[0] if isinstance(call.counts, int) else cut, start * itemsize, quota * itemsize)
 
 
-def _pieces(call: Call, rank: int, size: int, buffer_bytes: int, rounds: int) -> Iterator[Portion]:
-    inputs, outputs = input_blocks(call, size), output_blocks(call, size)
+def _pieces(call: Call, size: int, buffer_bytes: int, rounds: int) -> Iterator[Portion]:
     quota_bytes = _quota(call, 2 * size, buffer_bytes) * call.dtype.itemsize
     for index in range(rounds):
-        yield _portion(call, call.counts, inputs, outputs, index * quota_bytes, quota_bytes)
+        yield _portion(call, size, call.counts, index * quota_bytes, quota_bytes)
 
 
-def _portion(
-    call: Call,
-    counts: int | tuple[int, ...],
-    inputs: Sequence[Extent],
-    outputs: Sequence[Extent],
-    start: int,
-    quota_bytes: int,
-) -> Portion:
+def _portion(call: Call, size: int, counts: int | tuple[int, ...], start: int, quota_bytes: int) -> Portion:
     """Bytes `start` to `start + quota_bytes` of every block, one after the other in the buffer."""
     offset = 0
     sides: list[list[Transfer]] = [[], []]
-    for side, runs in enumerate((inputs, outputs)):
+    for side, runs in enumerate((input_blocks(call, size), output_blocks(call, size))):
         for run in runs:
             part = run.part(start, start + quota_bytes)
             sides[side].append(Transfer(offset, part.pointer, part.nbytes))

@@ -153,7 +153,7 @@ def test_exchanges_can_be_cancelled_and_fail_with_a_lost_rank() -> None:
 
 
 def test_refusals_are_remembered_within_bounds() -> None:
-    around = type("Around", (), {"nccl": object(), "loop": None, "runtime": None, "device": 0})()
+    around = type("Around", (), {"nccl": object(), "loop": None, "on": (None, 0)})()
     path = NcclPath(around)  # type: ignore[arg-type]
     for number in range(REFUSED_KEPT + 1):
         path.drop(0, number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,11 @@ from asyncdist.testing import run_world
 from asyncdist.testing.fake_cuda import FakeRuntime
 
 
+def around(group: Any) -> Any:
+    """What Signals ask of their surroundings."""
+    return SimpleNamespace(mesh=group.world.mesh, group_id=group.group_id, ranks=group.ranks, rank=group.rank)
+
+
 @pytest.fixture(autouse=True)
 def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ipc_scratch, "LARGE_BYTES", 1 << 12)
@@ -31,10 +37,7 @@ def test_records_come_in_order_and_a_loss_is_told_once() -> None:
         heard: list[tuple[int, Record]] = []
         lost: list[tuple[int, BaseException]] = []
         signals = Signals(
-            group.world.mesh,
-            group.group_id,
-            group.ranks,
-            group.rank,
+            around(group),
             7,
             lambda *entry: heard.append(entry),
             lambda *entry: lost.append(entry),
@@ -69,10 +72,7 @@ def test_who_is_not_listened_to_any_more_is_told_all_the_same() -> None:
     async def main(group: Any, world: Any) -> None:
         heard: list[int] = []
         signals = Signals(
-            group.world.mesh,
-            group.group_id,
-            group.ranks,
-            group.rank,
+            around(group),
             0,
             lambda member, record: heard.append(record.kind),
             lambda member, error: pytest.fail("nobody is lost"),
