@@ -322,15 +322,11 @@ class CupyRuntime(Runtime):
 
     def prepare_reduce(self, op: ReduceOp, dtype: Dtype, sources: int, device: int) -> None:
         """See Runtime."""
-        kernel = _reduce_kernel(op, dtype, sources)
-        with calling("compiling a kernel", device):
-            _ = kernel.kernel
+        _compile(_reduce_kernel(op, dtype, sources), device)
 
     def prepare_scale(self, dtype: Dtype, device: int) -> None:
         """See Runtime."""
-        kernel = _scale_kernel(dtype)
-        with calling("compiling a kernel", device):
-            _ = kernel.kernel
+        _compile(_scale_kernel(dtype), device)
 
     def _launch(self, kernel: Any, threads: int, arguments: tuple[Any, ...], stream: Stream) -> None:
         """One thread for each of `threads`, or as many as the device runs at a time."""
@@ -366,6 +362,11 @@ def _scale_kernel(dtype: Dtype) -> Any:
     if dtype.kind in "biu":
         raise TypeError(f"arrays of dtype {dtype} cannot be scaled")
     return cupy.RawKernel(scale_source(dtype), "scale", OPTIONS)
+
+
+def _compile(kernel: Any, device: int) -> None:
+    with calling("compiling a kernel", device):
+        _ = kernel.kernel
 
 
 @lru_cache(maxsize=64)

@@ -39,11 +39,10 @@ class Provider:
 class _State:
     """What was found, once; tests replace it."""
 
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.looked = False
-        self.provider: Provider | None = None
-        self.reason = ""
+    lock = threading.Lock()
+    looked = False
+    provider: Provider | None = None
+    reason = ""
 
 
 _state: Final = _State()

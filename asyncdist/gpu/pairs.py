@@ -154,9 +154,7 @@ class DevicePairs:
     def _ipc_messages(self, peer: int, *, sending: bool) -> _IpcMessages:
         messages = self._shared.get((peer, sending))
         if messages is None:
-            ends = (self._around.mesh.rank, peer)
-            sender, receiver = ends if sending else ends[::-1]
-            messages = self._shared[peer, sending] = _IpcMessages(self, sender, receiver)
+            messages = self._shared[peer, sending] = _IpcMessages(self, peer, sending=sending)
         return messages
 
     def _answer(self, source: int, number: int, answer: bytes) -> None:
@@ -315,11 +313,10 @@ class _NcclMessages:
 class _IpcMessages:
     """One direction of a pair through device memory. Both ends stage the same messages if that fails."""
 
-    def __init__(self, pairs: DevicePairs, sender: int, receiver: int) -> None:
+    def __init__(self, pairs: DevicePairs, peer: int, *, sending: bool) -> None:
         around = pairs._around
-        ranks = (sender, receiver)
-        rank = ranks.index(around.mesh.rank)
-        group_id = derive_group_id(around.group_id, "ipc messages", sender, receiver)
+        ranks, rank = ((around.mesh.rank, peer), 0) if sending else ((peer, around.mesh.rank), 1)
+        group_id = derive_group_id(around.group_id, "ipc messages", *ranks)
         self._exchange = around.exchange.among(group_id, ranks, rank)
         self._around = dataclasses.replace(
             around, group_id=group_id, ranks=ranks, rank=rank, exchange=self._exchange, members=()

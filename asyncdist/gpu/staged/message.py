@@ -68,14 +68,14 @@ class StagedMessages:
         sending = isinstance(work, DeviceSendWork)
         try:
             async with self._turns.setdefault((work.peer, sending), asyncio.Semaphore(TRANSFERS)):
-                await self._chunks(work, work.number, work.nbytes, sending=sending)
+                await self._move(work, sending=sending)
         except Exception as error:
             work.complete(error)
         else:
             work.complete(None)
 
-    async def _chunks(self, work: AnyWork, number: int, nbytes: int, *, sending: bool) -> None:
-        stages = self._stages
+    async def _move(self, work: AnyWork, *, sending: bool) -> None:
+        stages, nbytes = self._stages, work.nbytes
         stream = self._stream(work.array.device, sending=sending)
         for event in work.ready:
             stream.wait_event(event)
@@ -90,7 +90,7 @@ class StagedMessages:
                 else:
                     buffer = await _oldest(under_way)
                 place = work.array.pointer + start
-                key = pack_key(self._id, 1 + index, number, 0, _CHANNEL)
+                key = pack_key(self._id, 1 + index, work.number, 0, _CHANNEL)
                 if sending:
                     await self._copy(buffer.pointer, place, size, stream, work, buffer)
                     ended = self._post(key, work.peer, buffer, size, sending=True)
@@ -242,10 +242,8 @@ class Stages:
         if self._free:
             buffer = self._free.pop()
         else:
-            on = self._runtime, self.device
-            buffer = await made_in_thread(
-                self._helpers.loop, self._runtime.pinned, self._nbytes, on=on, discard=close_all
-            )
+            loop, on = self._helpers.loop, (self._runtime, self.device)
+            buffer = await made_in_thread(loop, self._runtime.pinned, self._nbytes, on=on, discard=close_all)
         self._holders[buffer] = 1
         return buffer
 

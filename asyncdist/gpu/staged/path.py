@@ -71,9 +71,6 @@ class StagedPath(DevicePath):
         for pipeline in self._pipelines.values():
             pipeline.stop()
 
-    def close(self) -> None:
-        """See DevicePath."""
-
     async def wait_closed(self) -> None:
         """Wait, bounded, for copies under way, and give buffers back."""
         for pipeline in self._pipelines.values():
