@@ -39,13 +39,13 @@ _END: Final = b""
 
 
 class EndpointUser(Protocol):
-    """What reads and writes at an endpoint."""
+    """Reads and writes at an endpoint."""
 
     def on_readable(self) -> None:
-        """There is something to read: bytes, the end, or an error."""
+        """Bytes, the end or an error can be read."""
 
     def on_writable(self) -> None:
-        """There may be room for more, or an error."""
+        """There may be room to write, or an error."""
 
 
 class Pipe:
@@ -97,7 +97,7 @@ class Pipe:
         self._schedule()
 
     def go_on(self) -> None:
-        """Send again what was lost while the way was blocked."""
+        """Send the bytes again that were lost while the way was blocked."""
         if self.flying and self._timer is None:
             sent_at, _, piece = self.flying.popleft()
             now = self._network.loop.time()
@@ -121,7 +121,7 @@ class Pipe:
             self.source.user.on_writable()
 
     def drop(self) -> None:
-        """Nothing more of what is under way arrives."""
+        """Lose everything that is under way."""
         self.flying.clear()
         if self._timer is not None:
             self._timer.cancel()
@@ -129,7 +129,7 @@ class Pipe:
 
 
 class Endpoint:
-    """What a connected socket is in the kernel."""
+    """A connected socket in the kernel."""
 
     outgoing: Pipe
     incoming: Pipe
@@ -146,7 +146,7 @@ class Endpoint:
         self.error: OSError | None = None
         self.closed = False
         self.fuse = 0
-        """After how many more pieces from the peer the connection breaks; 0: not for that reason."""
+        """After how many more pieces from the peer the connection breaks; 0: never for that reason."""
         self._finished = False
         self._heard_at = network.loop.time()
         self._watch: asyncio.TimerHandle | None = None
@@ -165,7 +165,7 @@ class Endpoint:
         return self.error is not None or self.outgoing.used < self.outgoing.capacity
 
     def send(self, data: bytes | bytearray | memoryview) -> int:
-        """Send what there is room for. Raises BlockingIOError for no room, OSError for a broken connection."""
+        """Send as much as there is room for. Raises BlockingIOError without room, OSError on a broken connection."""
         if self.closed:
             raise OSError(errno.EBADF, "the socket is closed")
         if self.error is not None:
@@ -178,7 +178,7 @@ class Endpoint:
         return count
 
     def receive(self, count: int) -> bytes:
-        """Return up to `count` bytes, none at the end. Raises BlockingIOError for nothing yet, OSError when broken."""
+        """Return up to `count` bytes, none at the end. Raises BlockingIOError before any, OSError when broken."""
         if self.closed:
             raise OSError(errno.EBADF, "the socket is closed")
         if self.incoming.arrived:
@@ -196,7 +196,7 @@ class Endpoint:
             self.outgoing.put(_END)
 
     def close(self) -> None:
-        """Give the socket up: the peer sees the end, or a reset if it sent what was not read."""
+        """Give the socket up. The peer sees the end, or a reset if some of its bytes were not read."""
         if self.closed:
             return
         if self.error is None:
@@ -207,7 +207,7 @@ class Endpoint:
         self.vanish()
 
     def vanish(self) -> None:
-        """Be gone without a word."""
+        """End without a message to the peer."""
         self.closed = True
         self.user = None
         self.process.endpoints.pop(self, None)
@@ -218,7 +218,6 @@ class Endpoint:
     # ---- what the network does with it
 
     def take(self, piece: bytes | None) -> None:
-        """Take what arrives."""
         self._network.trace("arrive", self.name, piece)
         self.heard()
         if piece is None:
@@ -261,7 +260,7 @@ class Endpoint:
     # ---- a peer that does not answer
 
     def watch_peer(self) -> None:
-        """Set the timer for when this side's kernel gives the peer up, if things stay as they are."""
+        """Set the timer that gives the peer up, if the network stays as it is."""
         if self.closed or self.error is not None:
             return
         due = self._gives_up_at()

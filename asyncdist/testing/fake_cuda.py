@@ -1,12 +1,12 @@
-"""fake_cuda, FakeRuntime: CUDA without a device, for tests of code that uses arrays on devices.
+"""fake_cuda, FakeRuntime: CUDA without a device, for tests of code that uses GPU arrays.
 
     with fake_cuda(devices=2) as cuda:
         x = cuda.runtime.array(np.ones(4, np.float32), device=1)
         await dist.all_reduce(x)
         x.get()
 
-It keeps CUDA's rules and raises where CUDA corrupts, crashes or hangs: freed memory in use, events of another device,
-handles of one's own process. `fake_queues.Scheduler` says when queued work runs.
+The fake keeps CUDA's rules. It raises where CUDA corrupts, crashes or hangs: use of freed memory, events of another
+device, handles of one's own process. `fake_queues.Scheduler` says when queued work runs.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ DEFAULT_STREAMS: Final = (0, 1, 2)
 """Handles of streams."""
 
 MEMORY_BYTES: Final = 16 << 30
-"""Of every device, nominally: what takes a part of it takes little. No allocation is refused for want of memory."""
+"""Nominal memory of every device: a share of it is small. No allocation is refused for want of memory."""
 
 
 class FakeRuntime(Runtime):
     """`devices` devices in host memory.
 
-    `mode` is "inline", "threads" or "manual" (see `asyncdist.testing.fake_queues`). With `folder`, devices are shared
-    by all processes that name that folder, which must be empty at first; then the mode is "threads", and a process
-    cannot open its own IPC handles, as in CUDA. Without it all ranks can live in one process.
+    `mode` is "inline", "threads" or "manual" (see `asyncdist.testing.fake_queues`). With `folder`, all processes that
+    name that folder share the devices. The folder must be empty at first, the mode is "threads", and a process cannot
+    open its own IPC handles, as in CUDA. Without a folder all ranks can live in one process.
     """
 
     def __init__(self, devices: int = 1, *, mode: Mode = "inline", folder: Path | None = None) -> None:
@@ -77,7 +77,7 @@ class FakeRuntime(Runtime):
 
     @property
     def failure(self) -> str:
-        """What queued work failed with first; empty if nothing did."""
+        """The first failure of queued work; empty if nothing failed."""
         return self.scheduler.failure
 
     def array(self, values: Any, device: int = 0) -> FakeArray:
@@ -88,7 +88,7 @@ class FakeRuntime(Runtime):
         return made
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any = np.float32, device: int = 0) -> FakeArray:
-        """A new array on `device`; freed when it and its views are garbage."""
+        """A new array on `device`, freed when the array and its views are garbage."""
         self._check_device(device)
         wanted = np.empty(shape, dtype)
         block = self._allocate(wanted.nbytes, device)
@@ -97,30 +97,30 @@ class FakeRuntime(Runtime):
         return array
 
     def step(self) -> bool:
-        """In mode "manual": run one thing that is ready; False if there is none."""
+        """In mode "manual": run one step that is ready; False if there is none."""
         return self.scheduler.step()
 
     def run_all(self) -> int:
-        """In mode "manual": run everything that is ready and becomes so; return how much that was."""
+        """In mode "manual": run all steps that are or become ready; return how many."""
         count = 0
         while self.scheduler.step():
             count += 1
         return count
 
     def hold(self, stream: Stream) -> Gate:
-        """Queue work that ends when `open()` of what is returned is called."""
+        """Queue work that ends when the returned gate's `open()` is called."""
         gate = Gate(self.scheduler)
         self.scheduler.submit(self._queue(stream), gate)
         return gate
 
     def compute(self, seconds: float, stream: Stream) -> None:
-        """Queue work that takes so long; no time at all in mode "inline"."""
+        """Queue work that takes so long; in modes "inline" and "manual" it takes no time."""
         inline = self.scheduler.mode != "threads"
         self.scheduler.submit(self._queue(stream), Step() if inline else Delay(seconds))
 
     @contextmanager
     def use(self, stream: Stream) -> Iterator[None]:
-        """Make `stream` this thread's current one of its device, as `with stream:` does in cupy."""
+        """Make `stream` the current stream of this thread and its device, as `with stream:` does in cupy."""
         current = self._current()
         before = current.get(stream.device)
         current[stream.device] = self._queue(stream)
@@ -133,7 +133,7 @@ class FakeRuntime(Runtime):
                 current[stream.device] = before
 
     def queue(self, device: int, body: Callable[[], None], spans: Sequence[Span]) -> None:
-        """Queue `body` on the current stream of `device`; `spans` are what it touches."""
+        """Queue `body` on the current stream of `device`; `spans` are the memory that `body` touches."""
         stream = self.current_stream(device)
         self._submit(stream, spans, body)
 
@@ -292,7 +292,7 @@ class FakeRuntime(Runtime):
             return self.memory.view(pointer, nbytes)
 
     def submit(self, stream: Stream, step: Step) -> None:
-        """Queue a step whose memory must be there now, too."""
+        """Queue a step. Its memory must be there now, as later."""
         for pointer, nbytes in step.spans:
             self.view(pointer, nbytes)
         self.scheduler.submit(self._queue(stream), step)
@@ -350,7 +350,7 @@ class FakeRuntime(Runtime):
 
 @dataclass(frozen=True, slots=True)
 class FakeCuda:
-    """What `fake_cuda` gives; `nccl` is None if it was told that there is none."""
+    """The fakes of `fake_cuda`; `nccl` is None where the test has no NCCL."""
 
     runtime: FakeRuntime
     nccl: FakeNccl | None
@@ -369,9 +369,9 @@ def fake_cuda(
 ) -> Iterator[FakeCuda]:
     """Give this process `devices` fake devices, and a fake NCCL if `nccl`, until the block ends.
 
-    `mode`: "inline" runs queued work at once and suits virtual time; "threads" runs it in a thread, takes time and lets
-    `Nccl.open` wait for all ranks; "manual" lets the test say when. Processes that name the same `folder`, an empty
-    one at first, share devices, IPC handles and communicators; then the mode is "threads".
+    `mode`: "inline" runs queued work at once and suits virtual time. "threads" runs it in a thread, takes time, and
+    lets `Nccl.open` wait for all ranks. "manual" runs it when the test says so. Processes that name the same `folder`,
+    which is empty at first, share devices, IPC handles and communicators; then the mode is "threads".
     """
     runtime = FakeRuntime(devices, mode=mode, folder=Path(folder) if folder is not None else None)
     library = FakeNccl(runtime, strict=strict, multi_rank_gpu=multi_rank_gpu, native_premul_sum=native_premul_sum)

@@ -1,7 +1,8 @@
 """Where the ranks of a fake communicator meet: in one process directly, or through one process's Unix socket.
 
-What the ranks bring is collected per slot (an operation's place in the order) and handed to all of them once all ranks
-that take part have come and said the same. As with NCCL, a rank that says something else lets all ranks wait forever.
+A slot is an operation's place in the order. The meeting collects what the ranks bring to a slot, and gives all of it to
+every rank once all ranks that take part have come with the same words. As with NCCL, all ranks wait for ever if one
+rank has other words.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ class Slot:
 
     @property
     def agreed(self) -> bool:
-        """Whether all ranks have come and said the same."""
+        """Whether all ranks have come with the same words."""
         return len(self.words) == len(self.expected) and len(set(self.words.values())) == 1
 
 
 class Meeting(ABC):
-    """One communicator, as its ranks see it."""
+    """One communicator, from its ranks' side."""
 
     size: int
     failure: str = ""
@@ -50,7 +51,7 @@ class Meeting(ABC):
 
     @abstractmethod
     def join(self, rank: int, device_id: str) -> None:
-        """Come; `complete` once all have."""
+        """Join; the meeting is `complete` once all ranks have joined."""
 
     @property
     @abstractmethod
@@ -59,14 +60,14 @@ class Meeting(ABC):
 
     @abstractmethod
     def bring(self, slot: str, rank: int, expected: Sequence[int], words: str, contribution: bytes) -> None:
-        """Say `words` and give `contribution` in a slot in which `expected` take part.
+        """Bring `words` and `contribution` to a slot in which the ranks `expected` take part.
 
-        Here and in `take` a rank that receives a message is `size` higher: it may be the one that sends it, too.
+        Here and in `take` the receiver of a message has its rank plus `size`, as the sender may be the same rank.
         """
 
     @abstractmethod
     def take(self, slot: str, rank: int) -> dict[int, bytes] | None:
-        """All contributions of a slot, once; None until they are there."""
+        """All contributions of a slot, once to each rank; None until all are there."""
 
     def leave(self) -> None:  # noqa: B027 - nothing to do where there is no connection
         """Give up what the meeting holds for this rank."""
@@ -74,7 +75,7 @@ class Meeting(ABC):
 
 @contextlib.contextmanager
 def _closing_under(lock: threading.Lock, connection: Connection[Any, Any]) -> Iterator[None]:
-    """Close `connection` at the end, while no other thread sends on it."""
+    """Close `connection` at the end of the block, while no other thread sends on it."""
     try:
         yield
     finally:
@@ -83,7 +84,7 @@ def _closing_under(lock: threading.Lock, connection: Connection[Any, Any]) -> It
 
 
 class LocalMeeting(Meeting):
-    """All ranks are in this process. `changed` is called when something may have become ready."""
+    """All ranks are in this process. `changed` is called when an operation may have become ready."""
 
     def __init__(self, size: int, changed: Callable[[], None], *, multi_rank_gpu: bool = False) -> None:
         self.size = size
@@ -129,7 +130,7 @@ class LocalMeeting(Meeting):
 
 
 class RemoteMeeting(Meeting):
-    """The ranks are in several processes; one of them serves (see `serve`), to which this one is connected."""
+    """The ranks are in several processes. One of them serves (see `serve`), and this one is connected to it."""
 
     def __init__(self, address: Path, size: int, changed: Callable[[], None]) -> None:
         self.size = size
@@ -184,7 +185,7 @@ class RemoteMeeting(Meeting):
 def serve(address: Path, *, multi_rank_gpu: bool = False) -> Callable[[], None]:
     """Let the ranks of one communicator meet at `address` from now on, in threads of this process.
 
-    Returns a function that stops serving: no more ranks can come.
+    Returns a function that ends this: no more ranks can join.
     """
     server = _Server(Listener(str(address), "AF_UNIX", backlog=128), address, multi_rank_gpu)
     threading.Thread(target=server.accept, name="fake NCCL", daemon=True).start()
@@ -192,7 +193,7 @@ def serve(address: Path, *, multi_rank_gpu: bool = False) -> Callable[[], None]:
 
 
 class _Server:
-    """Plays the meeting for all connections."""
+    """Holds the meeting for all connections."""
 
     def __init__(self, listener: Listener, address: Path, multi_rank_gpu: bool) -> None:
         self._listener = listener
@@ -245,7 +246,7 @@ class _Server:
                 self._send(rank % self._meeting.size, "result", slot, rank, contributions)
 
     def _tell(self) -> None:
-        """Tell all ranks what is new, each thing once."""
+        """Send all ranks the news, each once."""
         meeting = self._meeting
         assert meeting is not None
         news = [("violation", text) for text in meeting.violations]

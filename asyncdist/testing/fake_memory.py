@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 __all__ = ["Block", "FakeArray", "FakeMemory", "FakePinned", "MemoryMap", "free_with", "make_handle", "read_handle"]
 
 ALIGNMENT: Final = 256
-"""Of device allocations, as cudaMalloc's."""
+"""Device allocations begin at multiples of this, as cudaMalloc's."""
 
 FREED_BLOCKS: Final = 256
-"""So many blocks are remembered once they are freed, and not reused, so that using them is noticed."""
+"""Freed blocks that are remembered and not reused, so that use of them is noticed."""
 
 FREED_BYTES: Final = 256 << 20
-"""And no more of them than have so many bytes together, as they are memory of this machine."""
+"""Most bytes of all remembered blocks together: they are memory of this machine."""
 
 HANDLE_BYTES: Final = 64
-"""As CUDA's IPC handles."""
+"""Length of CUDA's IPC handles."""
 
 POISON: Final = 0xDB
 """Freed memory is filled with it."""
 
 POISON_BYTES: Final = 1 << 20
-"""As far as that: more only takes time, and makes memory of what was never touched."""
+"""Bytes of a freed block that are filled. More takes time, and touches pages that were never used."""
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class MemoryMap:
         self._number = 0
 
     def allocate(self, nbytes: int, device: int | None) -> Block:
-        """A new block; in a file of the folder, where there is one and it is of a device."""
+        """A new block. Device memory lies in a file of the folder, if there is a folder."""
         self._number += 1
         if self._folder is not None and device is not None:
             key = f"{os.getpid():x}-{self._number:x}"
@@ -97,7 +97,7 @@ class MemoryMap:
         return block
 
     def free(self, block: Block) -> None:
-        """Give a block up; its memory is kept for a while, so that late use is an error and no crash."""
+        """Give a block up. Its memory is kept for a while, so that late use is an error and no crash."""
         if block.freed:
             return
         block.freed = True
@@ -113,7 +113,7 @@ class MemoryMap:
             self._freed_bytes -= self._freed.popleft().nbytes
 
     def blocks(self) -> list[Block]:
-        """All that are not freed."""
+        """All blocks that are not freed."""
         return list(self._blocks.values())
 
     def find(self, pointer: int) -> Block | None:
@@ -191,9 +191,10 @@ class _Flags:
 
 
 class FakeArray:
-    """An array on a fake device, with the attributes of cupy's that asyncdist and most tests need.
+    """An array on a fake device, with the attributes of a cupy array that asyncdist and most tests need.
 
-    `get` waits for the current stream and returns a numpy copy; `set` queues a copy on it. Indexing gives views.
+    `get` waits for the current stream and returns a numpy copy. `set` queues a copy on that stream. Indexing gives
+    views.
     """
 
     def __init__(self, runtime: FakeRuntime, array: Array, device: int, base: FakeArray | None) -> None:
@@ -212,7 +213,7 @@ class FakeArray:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Version 3; the stream is the current one, as cupy says it."""
+        """Version 3. The stream is the current one, as in cupy."""
         return {
             "shape": self.shape,
             "typestr": self.dtype.str,
@@ -249,7 +250,7 @@ class FakeArray:
         return self._array.copy()
 
     def set(self, values: Any) -> None:
-        """Queue overwriting it with `values`, a host array or scalar, on the current stream."""
+        """Queue a copy of `values`, a host array or scalar, into this array on the current stream."""
         source = np.broadcast_to(np.asarray(values, self.dtype), self.shape).copy()
         self._runtime.queue(
             self.device.id, lambda: np.copyto(self._array, source), [(self.data.ptr, self.nbytes)] if self.size else []
@@ -272,7 +273,7 @@ class _Held(Resource):
         self.nbytes = block.nbytes
 
     def close(self) -> None:
-        """Give it back. Raises DistBackendError if queued work still uses it."""
+        """Give the memory back. Raises DistBackendError if queued work still uses it."""
         if not self._block.freed:
             self._release(self._block)
 

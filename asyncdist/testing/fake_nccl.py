@@ -38,9 +38,9 @@ Op: TypeAlias = ReduceOp | PremulSum
 class FakeNccl(Nccl):
     """NCCL on `runtime`, whose folder says whether ranks meet in this process or across processes.
 
-    `strict` makes every violation an `async_error` of all ranks concerned, where NCCL would just hang.
-    `multi_rank_gpu` is NCCL_MULTI_RANK_GPU_ENABLE. In mode "inline" (and "manual") `open` does not wait for other
-    ranks, since they may live in the same thread. `capability` is the major compute
+    `strict` makes every violation an `async_error` of all ranks of the communicator, where NCCL would hang.
+    `multi_rank_gpu` is NCCL_MULTI_RANK_GPU_ENABLE. In modes "inline" and "manual" `open` does not wait for other ranks,
+    as they may live in the same thread. `capability` is the major compute
     capability of all devices.
     """
 
@@ -67,12 +67,12 @@ class FakeNccl(Nccl):
 
     @property
     def violations(self) -> list[str]:
-        """What ranks disagreed about so far."""
+        """All disagreements of ranks so far."""
         meetings = {id(communicator.meeting): communicator.meeting for communicator in self.communicators}
         return [text for meeting in meetings.values() for text in meeting.violations]
 
     def close(self) -> None:
-        """Stop serving: no ranks meet any more; communicators stay as they are."""
+        """Let no more ranks join. Communicators stay as they are."""
         while self._servers:
             self._servers.pop()()
 
@@ -114,7 +114,7 @@ class FakeNccl(Nccl):
         return refusal(dtype, op, VERSION, self.capability)
 
     def issue(self, call: Call, stream: Stream) -> None:
-        """Queue an operation, or remember it until the group ends."""
+        """Queue an operation; inside a group keep it until the group ends."""
         if getattr(self._thread, "depth", 0):
             self._thread.calls.append((call, stream))
         else:
@@ -166,7 +166,7 @@ class FakeCommunicator(Communicator):
         self._counts: dict[tuple[int, int, bool], int] = {}
 
     def fail(self, text: str) -> None:
-        """Let `async_error` say `text` from now on."""
+        """Have `async_error` return `text` from now on."""
         self._error = text
 
     def all_reduce(self, source: int, target: int, count: int, dtype: np.dtype[Any], op: Op, stream: Stream) -> None:
@@ -294,7 +294,7 @@ class Call:
 
     communicator: FakeCommunicator
     who: int
-    """The rank, as `Meeting.bring` wants it."""
+    """The rank, as in `Meeting.bring`."""
 
     slot: str
     expected: tuple[int, ...]
@@ -304,13 +304,13 @@ class Call:
     dtype: np.dtype[Any]
     op: Op | None = None
     part: int | None = None
-    """Which rank's part of the contributions, or of the result, is meant; None for all of it."""
+    """The rank whose part of the contributions, or of the result, is the output; None for all of it."""
 
     brought: bool = False
     results: dict[int, bytes] | None = None
 
     def ready(self) -> bool:
-        """Bring what this rank has, the first time; then see whether all ranks have come."""
+        """Bring this rank's part, the first time; then look whether all ranks have come."""
         communicator = self.communicator
         if communicator.state == "aborted":
             return True
@@ -347,7 +347,7 @@ class Call:
 
 
 class Launch(Step):
-    """Operations that progress together."""
+    """Operations that run together."""
 
     def __init__(self, calls: list[Call]) -> None:
         super().__init__([span for call in calls for span in (call.source, call.target) if span is not None])

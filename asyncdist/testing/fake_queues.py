@@ -1,7 +1,7 @@
 """Streams and events of the fake CUDA: queues of work, and the thread that runs it.
 
-In mode "inline" work runs as soon as everything before it has, in the thread that made that true: nothing depends on
-time, and virtual time works. In mode "threads" one thread runs all streams, and work takes the time it takes. In mode
+In mode "inline" work runs as soon as all earlier work has run, in the thread that ran the earlier work: nothing depends
+on time, and virtual time works. In mode "threads" one thread runs all streams, and work takes real time. In mode
 "manual" nothing runs until the test calls `step` or `run_all`.
 """
 
@@ -23,34 +23,34 @@ Span: TypeAlias = tuple[int, int]
 """Pointer and length in bytes."""
 
 SYNCHRONIZE_LIMIT_S: Final = 60.0
-"""A real synchronize would wait forever; a test that waits this long has failed."""
+"""A real synchronize waits for ever. A test that waits this long has failed."""
 
 POLL_S: Final = 0.0005
-"""How often work of other processes is looked at, which cannot wake this one."""
+"""How often a thread looks for work of other processes, which cannot wake this process."""
 
 
 class Step:
-    """One thing in a queue; `ready` and `run` are called by one thread at a time."""
+    """One piece of work in a queue. One thread at a time calls `ready` and `run`."""
 
     polled = False
-    """Whether nothing says when it becomes ready, so that the scheduler has to look."""
+    """Whether the scheduler has to look when the step becomes ready, as nothing says so."""
 
     def __init__(self, spans: Sequence[Span] = (), body: Callable[[], None] | None = None) -> None:
         self.spans = spans
         self._body = body
 
     def ready(self) -> bool:
-        """Whether it may run now. Called under the scheduler's lock once it is at the head of its queue."""
+        """Whether the step may run now. Called under the scheduler's lock, at the head of the step's queue."""
         return True
 
     def run(self) -> None:
-        """Do it, without the lock."""
+        """Do the work, without the lock."""
         if self._body is not None:
             self._body()
 
 
 class Queue:
-    """What a cudaStream_t stands for."""
+    """The work of one stream, in order."""
 
     def __init__(self, handle: int, device: int) -> None:
         self.handle = handle
@@ -61,16 +61,16 @@ class Queue:
 
     @property
     def idle(self) -> bool:
-        """Whether all that was queued has happened."""
+        """Whether all queued work has run."""
         return not self.steps and self.running is None
 
     def pending(self) -> list[Step]:
-        """What has not happened yet."""
+        """The steps that have not run."""
         return [*([self.running] if self.running is not None else []), *self.steps]
 
 
 class Scheduler:
-    """All queues of one fake runtime. The first failure of a step is kept and raised by every later call."""
+    """All queues of one fake runtime. The first failure of a step is kept; every later call raises it."""
 
     def __init__(self, mode: Mode) -> None:
         if mode not in ("inline", "threads", "manual"):
@@ -84,7 +84,6 @@ class Scheduler:
         self._worker: threading.Thread | None = None
 
     def add(self, queue: Queue) -> None:
-        """Take care of a new queue."""
         with self.changed:
             self.queues.append(queue)
 
@@ -102,7 +101,7 @@ class Scheduler:
         self.stir()
 
     def stir(self) -> None:
-        """Something may have become ready: run it, or wake the thread that does."""
+        """Run the steps that may have become ready, or wake the thread that runs them."""
         with self.changed:
             if self.mode == "inline":
                 self._run_ready(None)
@@ -116,7 +115,7 @@ class Scheduler:
         return ran
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
-        """Block until `condition`, which is about steps having run."""
+        """Block until `condition`, which depends on steps that run."""
         deadline = time.monotonic() + SYNCHRONIZE_LIMIT_S
         with self.changed:
             while not condition() and not self.failure and not self._closed:
@@ -139,7 +138,7 @@ class Scheduler:
         )
 
     def check(self) -> None:
-        """Raise what earlier work failed with, if it did."""
+        """Raise the failure of earlier work, if there is one."""
         if self.failure:
             raise DistBackendError(self.failure)
 
@@ -164,7 +163,7 @@ class Scheduler:
         return any(queue.steps and queue.steps[0].polled for queue in self.queues)
 
     def _run_ready(self, limit: int | None) -> bool:
-        """Run what is at the head of a queue and ready, `limit` steps at most; the lock is released meanwhile."""
+        """Run ready steps at the heads of queues, at most `limit`. A step runs without the lock."""
         ran = 0
         seen = -1
         while seen != self.news and ran != limit:
@@ -186,7 +185,7 @@ class Scheduler:
             return False
 
     def _fail(self, error: Exception) -> None:
-        """Keep the first failure: a real device fails asynchronously, too."""
+        """Keep the first failure: a real device fails asynchronously too."""
         self.failure = self.failure or f"an earlier operation failed: {error}"
         self.changed.notify_all()
 
@@ -207,7 +206,7 @@ class Scheduler:
 
 
 class FakeStream(Stream):
-    """A way to queue work; closing one that we made gives its queue up once it is empty."""
+    """A stream. Closing one that we own gives its queue up once the queue is empty."""
 
     def __init__(self, scheduler: Scheduler, queue: Queue, *, owned: bool) -> None:
         self._scheduler = scheduler
@@ -231,7 +230,7 @@ class FakeStream(Stream):
 
 
 class FakeEvent(Event):
-    """Stands for what was on a stream when it was recorded last; a wait that has begun keeps waiting for that."""
+    """An event: the work on a stream at the last record. A wait that has begun is for the record at its begin."""
 
     def __init__(self, scheduler: Scheduler, device: int) -> None:
         self._scheduler = scheduler
@@ -267,7 +266,7 @@ class FakeEvent(Event):
             raise DistBackendError("invalid resource handle: the event was closed")
 
     def close(self) -> None:
-        """See Event. What waits for it goes on waiting."""
+        """See Event. Waits that have begun go on."""
         self._closed = True
 
 
@@ -288,7 +287,7 @@ class _Waiting(Step):
 
 
 class Gate(Step):
-    """Work that ends when the test says so."""
+    """Work that ends when the test calls `open`."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         super().__init__()
@@ -305,7 +304,7 @@ class Gate(Step):
 
 
 class Delay(Step):
-    """Work that takes time, except in modes where time does not pass."""
+    """Work that takes time."""
 
     polled = True
 

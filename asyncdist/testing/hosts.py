@@ -1,8 +1,8 @@
-"""Simulated hosts and processes: what is called in a process runs only while that process may run.
+"""Simulated hosts and processes: callbacks of a process run only while the process may run.
 
-Whatever is spawned in a process, and all it starts in turn, carries the process in its context. A handle of a process
-that was stopped waits until it goes on; one of a process that was killed is dropped, as a real one would be: no
-`finally` runs, nothing is said goodbye to.
+A coroutine that is spawned in a process, and all that it starts, carries the process in its context. Callbacks of a
+stopped process wait until the process goes on. Callbacks of a killed process are dropped, as with a real one: no
+`finally` runs, and no peer gets a goodbye.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class SimulatedProcess:
-    """One run of a program on a host: its context, whether it runs, and what the kernel closes when it is killed."""
+    """One run of a program on a host: its context, its state, and what the kernel closes when the process is killed."""
 
     def __init__(self, host: SimulatedHost, pid: int) -> None:
         self.host = host
@@ -41,25 +41,25 @@ class SimulatedProcess:
 
     @property
     def stopped_s(self) -> float:
-        """Seconds in which it was paused, in all."""
+        """Seconds in which the process was paused, in all."""
         return self._stopped_s + (self.host.network.loop.time() - self._paused_at if self.paused else 0.0)
 
     def may_run(self, handle: asyncio.Handle) -> bool:
-        """Return whether `handle` is to run now; one that is to run later is kept."""
+        """Return whether `handle` is to run now. The handle of a paused process is kept for later."""
         if self.alive and self.paused:
             self._deferred.append(handle)
             return False
         return self.alive
 
     def pause(self) -> None:
-        """Stop it as SIGSTOP does: nothing of it runs, its kernel goes on."""
+        """Stop the process as SIGSTOP does: its callbacks wait, its kernel goes on."""
         if not self.paused:
             self.host.network.trace("pause", self.host.name)
             self._paused_at = self.host.network.loop.time()
             self.paused = True
 
     def resume(self) -> None:
-        """Let it go on: what has become due meanwhile runs now."""
+        """Let the process go on. Callbacks that have become due run now."""
         self._stopped_s, self.paused = self.stopped_s, False
         self.host.network.trace("resume", self.host.name)
         deferred, self._deferred = self._deferred, []
@@ -69,7 +69,7 @@ class SimulatedProcess:
             self.host.network.loop.run_again(handle)
 
     def kill(self) -> None:
-        """End it as SIGKILL does: the kernel closes its sockets, and nothing of it ever runs again."""
+        """End the process as SIGKILL does: the kernel closes its sockets, and no callback runs any more."""
         self.end()
         for sock in list(self.sockets):
             sock.close()
@@ -82,7 +82,7 @@ class SimulatedProcess:
         self._deferred.clear()
 
     def bury(self) -> None:
-        """Close what the killed process had suspended, long after the simulation could notice."""
+        """Close the killed process's suspended coroutines, after the simulation has ended."""
         for task in self.tasks:
             if not task.done():
                 asyncio.tasks._unregister_task(task)
@@ -134,7 +134,7 @@ class SimulatedHost:
         return self.process.context.copy().run(function, *arguments)
 
     def restart(self) -> None:
-        """Begin a new process; the one before is killed if it still runs. A host that had vanished is there again."""
+        """Begin a new process, and kill the one before if it still runs. A vanished host is there again."""
         if self.process.alive:
             self.kill()
         self.up = True
@@ -149,7 +149,7 @@ class SimulatedHost:
         self.listeners.clear()
 
     def vanish(self) -> None:
-        """Lose power: no peer is told, and nothing that is sent here arrives until `restart`."""
+        """Lose power: no peer is told, and no message arrives here until `restart`."""
         self.network.trace("vanish", self.name)
         self.up = False
         self.network.dead.append(self.process)

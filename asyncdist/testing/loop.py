@@ -1,9 +1,9 @@
 """VirtualTimeLoop: an event loop whose clock jumps to the next timer instead of waiting for it.
 
-A simulated hour takes as long as its callbacks. When nothing is ready and no timer is set, nothing can ever happen
-again: the program is deadlocked, and the loop says so instead of hanging. Threads, executors and sockets would wake the
-loop from outside its time, so executors run inline, and registering a file descriptor is refused. `SimulatedLoop` has a
-simulated network besides, for programs that bring sockets, transports and many processes.
+A simulated hour takes as long as its callbacks. When nothing is ready and no timer is set, nothing can happen any more:
+the program is deadlocked, and the loop raises `DeadlockError` instead of hanging. Threads, executors and sockets would
+wake the loop from outside its time, so executors run inline, and file descriptors are refused. `SimulatedLoop` adds a
+simulated network, for programs with sockets, transports and many processes.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ Ts = TypeVarTuple("Ts")
 
 
 _INTERNAL: Final = tuple(f"{folder}{os.sep}" for folder in (Path(asyncio.__file__).parent, Path(__file__).parents[1]))
-"""Folders whose lines a deadlock's report leaves out: they are not the user's program."""
+"""Folders whose lines the report of a deadlock leaves out: they are not the user's program."""
 
 
 class DeadlockError(RuntimeError):
-    """Every task waits for something that nothing brings about; the message lists the tasks."""
+    """Every task waits for what nothing can bring about; the message lists the tasks."""
 
 
 class _VirtualSelector(selectors.BaseSelector):
@@ -97,7 +97,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return self._virtual.now_s
 
     def limit_idle_turns(self, turns: int, progress: Callable[[], object]) -> None:
-        """Raise DeadlockError once `progress()` has given the same for so many turns of the loop, and some more."""
+        """Raise DeadlockError once `progress()` has stayed the same for `turns` turns of the loop, or some more."""
         seen = progress()
 
         def expire() -> None:
@@ -147,7 +147,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         )
 
     def _waiting(self) -> str:
-        """Where each task waits; those that run no line of the program only if there are no others."""
+        """Where each task waits. Tasks that run no line of the program come only if there are no others."""
         tasks = [task for task in asyncio.all_tasks(self) if not task.done()]
         places = [(task.get_name(), *_where(task.get_coro())) for task in tasks]
         shown = [place for place in places if place[2]] or places
@@ -155,9 +155,9 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 def _where(awaited: Any) -> tuple[str, bool]:
-    """Where a coroutine waits, in which call and for what if that says so itself; and whether that is in the program.
+    """Where a coroutine waits, in which call, and for what; and whether the line belongs to the program.
 
-    It is the innermost line that is neither asyncio's nor asyncdist's, if there is one.
+    The line is the innermost one outside asyncio and asyncdist, if there is one.
     """
     place, called, ours = repr(awaited), "", False
     while frame := getattr(awaited, "cr_frame", None):
@@ -174,7 +174,7 @@ def _where(awaited: Any) -> tuple[str, bool]:
 
 
 class SimulatedServer:
-    """What `SimulatedLoop.create_server` returns: as much of `asyncio.Server` as is needed to stop."""
+    """What `SimulatedLoop.create_server` returns: the part of `asyncio.Server` that stops it."""
 
     def __init__(self, sock: SimulatedSocket) -> None:
         self.sockets = (sock,)
@@ -189,7 +189,7 @@ class SimulatedServer:
 
 
 class SimulatedLoop(VirtualTimeLoop):
-    """Virtual time with a network; here it is decided what becomes of the callbacks of a paused or killed process."""
+    """Virtual time with a network. Callbacks of a paused process wait, those of a killed one are dropped."""
 
     def __init__(self, network: SimulatedNetwork) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ class SimulatedLoop(VirtualTimeLoop):
     # ---- sockets
 
     def new_socket(self, family: int, kind: int, proto: int = 0) -> SimulatedSocket:
-        """Return a socket of the process that runs now; programs ask for it where `socket.socket` would be called."""
+        """Return a socket of the process that runs now. Programs call this in place of `socket.socket`."""
         return self._network.new_socket(family, kind, proto)
 
     async def getaddrinfo(self, host: Any, port: Any, **kwargs: Any) -> Any:

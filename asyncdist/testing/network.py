@@ -11,10 +11,10 @@
 
     run_simulated(main, seed=1)
 
-Programs use it unchanged: sockets, `loop.sock_*`, `loop.add_reader`, `loop.create_server`. What is not simulated is
-refused. Latency, where streams are cut into pieces and how much buffers hold are drawn from the seed; everything that
-happens goes into `trace_hash`, so that two runs of a seed can be compared. `seeded` makes a program's randomness and
-wall clock a function of the seed too.
+Programs use the network unchanged: sockets, `loop.sock_*`, `loop.add_reader`, `loop.create_server`. Calls that are not
+simulated are refused. The seed gives latency, the pieces of streams and the size of buffers. All events go into
+`trace_hash`, so that two runs of a seed can be compared. `seeded` makes a program's randomness and wall clock a
+function of the seed too.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ class SimulatedNetwork:
         self.dead: list[SimulatedProcess] = []
         self._lines = lines
         self.counts: Counter[str] = Counter()
-        """How often what happened, by the kind that `trace` was given."""
+        """How often each kind of event happened, as `trace` counts them."""
         self.typical_latency_s = self.dice.choice(LATENCIES_S)
         self.slow_factor = 1.0
-        """By how much everything takes longer now."""
+        """How many times the usual latency everything takes now."""
         self._buffers_bytes = [self.dice.choice(BUFFERS_BYTES) for _ in range(3)]
         self._context = contextvars.Context()
         self._hash = hashlib.blake2b(digest_size=16)
@@ -102,7 +102,7 @@ class SimulatedNetwork:
         self.reachability_changed()
 
     def heal(self, source: SimulatedHost, target: SimulatedHost) -> None:
-        """Let everything through again, in both directions; what was lost is sent again."""
+        """Let everything through again, in both directions. Lost bytes are sent again."""
         self.trace("heal", source.name, target.name)
         self._cut.pop((source, target), None)
         self._cut.pop((target, source), None)
@@ -117,13 +117,13 @@ class SimulatedNetwork:
         return len(ends)
 
     def break_connection(self, end: Endpoint) -> None:
-        """Break the connection that `end` is one of; what is under way is lost."""
+        """Break the connection of `end`. What is under way is lost."""
         for side in (end, end.peer):
             side.incoming.drop()
             side.fail(ConnectionResetError(errno.ECONNRESET, "the connection was reset"))
 
     def blocked(self, source: SimulatedHost, target: SimulatedHost) -> bool:
-        """Return whether what `source` sends to `target` is lost now."""
+        """Return whether packets from `source` to `target` are lost now."""
         return (source, target) in self._cut or not (source.up and target.up)
 
     def reach_each_other(self, one: SimulatedHost, other: SimulatedHost) -> bool:
@@ -131,7 +131,7 @@ class SimulatedNetwork:
         return not (self.blocked(one, other) or self.blocked(other, one))
 
     def reachability_changed(self) -> None:
-        """Let what was held back go on, and have each end look whether its peer has vanished."""
+        """Send held back bytes again, and have each end look whether its peer has vanished."""
         for host in self._hosts.values():
             for endpoint in list(host.process.endpoints):
                 endpoint.outgoing.go_on()
@@ -148,7 +148,7 @@ class SimulatedNetwork:
         return self.typical_latency_s * self.slow_factor * (0.5 + spread)
 
     def work_s(self) -> float:
-        """Return how long work in a thread takes, before and after it has its effect."""
+        """Return how long work in a thread takes, before its effect and after."""
         return self.dice.choice((0.0, 0.0001, 0.001, 0.02)) * self.dice.random()
 
     def buffer_bytes(self) -> int:
@@ -163,7 +163,7 @@ class SimulatedNetwork:
         return [data[start:end] for start, end in zip([0, *places], [*places, len(data)], strict=True)]
 
     def loses_unread(self, endpoint: Endpoint) -> bool:
-        """Return whether a reset takes what has arrived and was not read: systems differ."""
+        """Return whether a reset loses bytes that have arrived and were not read: systems differ."""
         return self.dice.random() < 0.5
 
     # ---- what hosts, sockets and the loop need
@@ -246,7 +246,6 @@ class SimulatedNetwork:
     # ---- looking back
 
     def trace(self, kind: str, *details: object) -> None:
-        """Note what happened."""
         self.counts[kind] += 1
         line = f"{self.loop.time():.9f} {kind} {details}"
         self._hash.update(line.encode())
@@ -256,7 +255,7 @@ class SimulatedNetwork:
 
     @property
     def trace_hash(self) -> str:
-        """What two runs of one seed have in common."""
+        """A hash of all events: equal in two runs of one seed."""
         return self._hash.hexdigest()
 
     async def outcome(self, task: asyncio.Task[T]) -> T:
@@ -264,7 +263,7 @@ class SimulatedNetwork:
         return await asyncio.shield(task)
 
     def bury_the_dead(self) -> None:
-        """Close what killed processes had suspended."""
+        """Close the suspended coroutines of killed processes."""
         for process in self.dead:
             process.bury()
 
@@ -292,9 +291,9 @@ async def _awaited(awaitable: Awaitable[T]) -> T:
 
 @contextlib.contextmanager
 def seeded(seed: int | str, clock_s: Callable[[], float]) -> Iterator[None]:
-    """Until the block ends, draw secrets and random numbers from `seed` and tell the time of `clock_s`.
+    """Until the block ends, take secrets and random numbers from `seed` and the time from `clock_s`.
 
-    For one thread at a time: it replaces functions of `secrets`, `time`, `os` and `socket`.
+    For one thread at a time: functions of `secrets`, `time`, `os` and `socket` are replaced.
     """
     dice = random.Random(f"secrets {seed}")
     state = random.getstate()

@@ -33,7 +33,7 @@ HIGH_WATER_BYTES: Final = 64 * 1024
 
 
 class Watcher:
-    """A callback that wants to know when a socket can be read or written; called in its own context."""
+    """A callback for when a socket can be read or written, with the context that it is called in."""
 
     def __init__(self, callback: Callable[..., object], arguments: tuple[Any, ...]) -> None:
         self.callback = callback
@@ -72,7 +72,7 @@ class SimulatedSocket:
             raise ValueError("a simulated socket cannot block")
 
     def setsockopt(self, level: int, option: int, value: int) -> None:
-        """Note an option; those about peers that do not answer have an effect."""
+        """Note an option. Only options about peers that do not answer have an effect."""
         self.options[level, option] = value
 
     def bind(self, address: Address) -> None:
@@ -102,11 +102,11 @@ class SimulatedSocket:
         return self.remote
 
     def send(self, data: bytes | bytearray | memoryview) -> int:
-        """Send what there is room for; raises as `socket.send` does."""
+        """Send as much as there is room for; raises as `socket.send`."""
         return self._connected().send(data)
 
     def recv(self, count: int) -> bytes:
-        """Return what has arrived; raises as `socket.recv` does."""
+        """Return bytes that have arrived; raises as `socket.recv`."""
         return self._connected().receive(count)
 
     def recv_into(self, buffer: memoryview | bytearray) -> int:
@@ -140,21 +140,21 @@ class SimulatedSocket:
     # ---- what the loop and the network call
 
     def serve(self, accept: Callable[[Endpoint, Address], None]) -> None:
-        """Hand every connection to `accept`, also those that came before."""
+        """Give every connection to `accept`, also connections that came before."""
         self._accept = accept
         backlog, self.backlog = self.backlog, []
         for endpoint, address in backlog:
             accept(endpoint, address)
 
     def incoming(self, endpoint: Endpoint, address: Address) -> None:
-        """Give a new connection to the server's callback, or keep it until there is one."""
+        """Give a new connection to the server's callback, or keep the connection until there is a callback."""
         if self._accept is None:
             self.backlog.append((endpoint, address))
         else:
             self._accept(endpoint, address)
 
     def on_readable(self) -> None:
-        """Call the reader in the next turn of the loop, and again as long as there is something to read."""
+        """Call the reader in the next turn of the loop, and again as long as there are bytes to read."""
         self._schedule(self.reader, self._read)
 
     def on_writable(self) -> None:
@@ -245,7 +245,7 @@ class SimulatedTransport(asyncio.Transport):
             self._soon(self._read)
 
     def on_writable(self) -> None:
-        """Send what is left in the next turn of the loop."""
+        """Send the rest in the next turn of the loop."""
         if self._buffer and not self._write_due:
             self._write_due = True
             self._soon(self._write_more)
@@ -314,7 +314,7 @@ class SimulatedTransport(asyncio.Transport):
         return self._closing
 
     def close(self) -> None:
-        """Read no more, send what is buffered, then close."""
+        """Read no more, send the buffered bytes, then close."""
         if not self._closing:
             self._closing = True
             self._reading = False
@@ -338,7 +338,7 @@ class SimulatedTransport(asyncio.Transport):
             self.on_readable()
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Send `data`, as much as there is room for now and the rest later."""
+        """Send as much of `data` as there is room for now, and the rest later."""
         if self._eof:
             raise RuntimeError("Cannot call write() after write_eof()")
         if self._lost or not data:
@@ -370,6 +370,6 @@ class SimulatedTransport(asyncio.Transport):
         return len(self._buffer)
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        """Say between which sizes of the buffer the protocol is to write nothing."""
+        """Set the buffer sizes at which the protocol pauses and resumes writing."""
         self._high_bytes = HIGH_WATER_BYTES if high is None else high
         self._low_bytes = self._high_bytes // 4 if low is None else low

@@ -1,4 +1,4 @@
-"""What every store must do, as checks that run on any of them.
+"""What every store must do, as checks that run on any store.
 
     from asyncdist.testing.store_conformance import STORE_CHECKS
 
@@ -6,9 +6,9 @@
     async def test_my_store(check):
         await check(open_my_store)
 
-`open_my_store` is an async function that opens one more client of the same store, which is empty when the check begins.
-A check opens a few clients, closes them, and returns or raises AssertionError (or what the store raised). It needs no
-test framework. Checks wait for conditions, never for fixed times, except where a time-out is what they check.
+`open_my_store` is an async function that opens one more client of the same store. The store is empty when a check
+begins. A check opens a few clients and closes them. It returns, or raises AssertionError or what the store raised.
+Checks need no test framework. They wait for conditions, never for fixed times, except where they check a time-out.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 OpenStore: TypeAlias = Callable[[], Awaitable[Store]]
-"""Opens one more client of the store under check."""
+"""Opens one more client of the store that is checked."""
 
 StoreCheck: TypeAlias = Callable[[OpenStore], Awaitable[None]]
 
@@ -51,7 +51,7 @@ SHORT_S: Final = 0.05
 """A time-out that is meant to expire."""
 
 LONG_S: Final = 20.0
-"""A time-out that only a store that hangs reaches."""
+"""A time-out that is reached only if the store hangs."""
 
 
 T = TypeVar("T")
@@ -83,7 +83,7 @@ def expect_refused(kind: type[Exception], *calls: Callable[[], object]) -> None:
 
 @asynccontextmanager
 async def clients(open_store: OpenStore, count: int) -> AsyncIterator[list[Store]]:
-    """Open `count` clients of one store and close them at the end; nothing may take longer than `LONG_S`."""
+    """Open `count` clients of one store and close them at the end. The block may take at most `LONG_S`."""
     async with AsyncExitStack() as stack, asyncio.timeout(LONG_S):
         yield [await stack.enter_async_context(await open_store()) for _ in range(count)]
 
@@ -114,10 +114,10 @@ def task(awaitable: Awaitable[T]) -> asyncio.Future[T]:
 
 
 async def expect_pending(future: asyncio.Future[Any], store: Store) -> None:
-    """Raise AssertionError if `future` is done although all that `store` was asked has had time to be answered.
+    """Raise AssertionError if `future` is done although the store has had time to answer every earlier request.
 
-    Two round trips: the first makes sure that a request issued before it was seen, the second that an answer would have
-    come back.
+    Two round trips: after the first the store has seen every earlier request, after the second its answer would be
+    here.
     """
     for _ in range(2):
         await asyncio.sleep(0)

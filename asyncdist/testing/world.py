@@ -1,7 +1,7 @@
 """run_world: a whole job in one process, one event loop and virtual time.
 
-Every rank is a task with a context of its own, so code written for one process per rank runs as it is. The store's
-engine, the plans, the protocol between peers and the groups are the real ones; the wire is a `MemoryNetwork`.
+Every rank is a task with a context of its own, so code for one process per rank runs unchanged. The store's engine, the
+plans, the protocol between peers and the groups are the real ones. The wire is a `MemoryNetwork`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["SimulatedWorld", "run_world"]
 T = TypeVar("T")
 
 MAX_IDLE_TURNS: Final = 1_000_000
-"""Turns of the event loop without a message between ranks: some seconds of real time, as many sleeps in a loop."""
+"""Most turns of the event loop without a message between ranks: some seconds of real time."""
 
 GROUP_TIMEOUT_S: Final = 60.0
 """Time-out of collectives in a simulated world; it costs no real time."""
@@ -56,8 +56,8 @@ class SimulatedWorld:
     def kill(self, rank: int) -> None:
         """End `rank` as if its process were killed: its peers see the connection end without a goodbye.
 
-        The rank's task is cancelled where it waits, and reaches neither peers nor the store any more. The tasks that it
-        has started reach them no more either, and are cancelled when `run_world` ends. Where that rank calls this
+        The rank's task is cancelled where it waits, and reaches neither peers nor the store any more. The same is true
+        of the tasks that the rank has started; they are cancelled when `run_world` ends. If the rank calls this for
         itself, the call raises `CancelledError`.
         """
         if rank not in self.killed:
@@ -113,13 +113,13 @@ def run_world(
 ) -> list[T]:
     """Run `main(group)` on `size` ranks and return their results in rank order.
 
-    With `pass_world`, `main(group, world)` also gets the `SimulatedWorld`. A `seed` makes timing random and
-    repeatable. Once all have ended the failure that brought down the others is raised, with a note that names its rank;
-    of several the lowest rank's. A rank that was killed is no cause, and its result is None. `DeadlockError` when
-    nothing can happen any more, and when the event loop has turned `max_idle_turns` times (None: without limit) with no
-    message between ranks, as where one sleeps in a loop for ever. Groups are closed when `main` returns, and aborted
-    when it raises. ValueError without a rank; RuntimeError within a running event loop, as a test that calls this is no
-    coroutine.
+    With `pass_world`, `main(group, world)` also gets the `SimulatedWorld`. A `seed` makes timing random and repeatable.
+    Once all ranks have ended, the failure that caused the others is raised, with a note that names its rank; of several
+    causes, that of the lowest rank. A killed rank is no cause, and its result is None. `DeadlockError` is raised when
+    nothing can happen any more, and when the event loop has turned `max_idle_turns` times (None: no limit) without a
+    message between ranks, as where a rank sleeps in a loop for ever. Groups are closed when `main` returns, and aborted
+    when `main` raises. ValueError without a rank. RuntimeError within a running event loop: the test that calls this
+    must be no coroutine.
 
     Virtual time does not pass in threads: ranks that wait for one (`fake_cuda`, `asyncio.to_thread`) need a
     `loop_factory` of real time, such as `asyncio.new_event_loop`.
@@ -168,7 +168,7 @@ async def _run(
 
 
 def _raise_the_cause(tasks: Sequence[asyncio.Task[Any]], killed: Collection[int]) -> None:
-    """Raise the failure that explains the others, if there is any; it names its rank in a note."""
+    """Raise the failure that explains the others, if there is one, with a note that names its rank."""
     ended = {rank: task for rank, task in enumerate(tasks) if rank not in killed and not task.cancelled()}
     failed = {rank: error for rank, task in ended.items() if (error := task.exception())}
     if not failed:
@@ -184,13 +184,13 @@ def _raise_the_cause(tasks: Sequence[asyncio.Task[Any]], killed: Collection[int]
 
 
 def _remoteness(error: BaseException) -> int:
-    """How far an error is from the cause: 0 is the cause, 1 names another rank, 2 repeats what that rank was told."""
+    """How far an error is from the cause: 0 the cause itself, 1 names another rank, 2 repeats another rank's report."""
     cause = first_cause(error)
     return 2 if isinstance(cause, GroupAbortedError) else int(isinstance(cause, CONSEQUENCES))
 
 
 def _named_by(error: BaseException) -> int:
-    """The rank whose end this error reports; -1 if it reports none."""
+    """The rank whose end this error reports; -1 if there is none."""
     cause = first_cause(error)
     if not isinstance(cause, PeerLostError | GroupAbortedError) or cause.rank is None:
         return -1
