@@ -81,7 +81,10 @@ answers["CUDARuntimeError"] = str(runtime.CUDARuntimeError(700))
 class Anywhere:
     getDevice, setDevice = staticmethod(lambda: 0), staticmethod(lambda device: None)
 
-cupy_runtime.runtime = Anywhere
+    def __getattr__(self, name):
+        return getattr(runtime, name)
+
+cupy_runtime.runtime = Anywhere()
 ours = cupy_runtime.CupyRuntime()
 stream, event = ours.external_stream(0, 0), cupy_runtime._Event(0, 0)
 float32 = np.dtype(np.float32)
@@ -121,6 +124,7 @@ ask("device_array", _device_number, None, 16, "tensor")
 answers["nccl available"] = nccl.available
 if nccl.available:
     from asyncdist.cuda import cupy_nccl
+    cupy_nccl.runtime = cupy_runtime.runtime
     library = cupy_nccl.CupyNccl()
     answers["nccl name"] = library.name
     nobody = nccl.NcclCommunicator.__new__(nccl.NcclCommunicator)
