@@ -286,8 +286,7 @@ class _NcclMessages:
         channel, around = self._channel, self._pairs._around
         try:
             if unique_id is None:
-                on = around.on
-                unique_id = self._unique_id = await in_thread(self._loop, self._nccl.unique_id, on=on)
+                unique_id = self._unique_id = await in_thread(self._loop, self._nccl.unique_id, on=around.on)
                 self._answer_all()
             await channel.open(unique_id)
         except Exception as error:
@@ -332,11 +331,13 @@ class _IpcMessages:
     def add(self, work: AnyWork, array: DeviceArray) -> None:
         """Move a message; `array` is as long as the message."""
         channel = self._channel
+        if work.done():  # given up meanwhile, and the pair with it
+            return
         if self.broken:
             self._pairs._staged.move(work)
         elif channel is None:
             self._held.append((work, array))
-        elif not work.done():  # given up meanwhile, and the pair with it
+        else:
             call, part = _as_broadcast(self._around.loop, work, array, next(self._numbers))
             channel.start(call, part, lambda _part, error: work.complete(error), array.nbytes & 0xFFFF_FFFF)
 

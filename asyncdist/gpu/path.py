@@ -110,6 +110,10 @@ class DevicePath(ABC):
     takes_messages: ClassVar[bool] = True
     """Whether messages of other ranks move operations on."""
 
+    def __init__(self, around: Surroundings) -> None:
+        self._around = around
+        self._helpers = Helpers(around.loop, around.on)
+
     @classmethod
     async def open(cls, around: Surroundings) -> Self:
         """Make the path of a group, on all its ranks at about the same time.
@@ -117,10 +121,6 @@ class DevicePath(ABC):
         Raises DistError when the path cannot be made, which aborts the group. Cancelling leaves nothing behind.
         """
         return cls(around)
-
-    def __init__(self, around: Surroundings) -> None:
-        self._around = around
-        self._helpers = Helpers(around.loop, around.on)
 
     def warm_up(self) -> None:
         """Make what the first operation will need. All ranks are bound to their GPUs."""

@@ -181,8 +181,8 @@ MISTAKES = (
     ),
     Mistake(
         "a GPU's stream that is not waited for",
-        "        if array.stream is not None and (device, array.stream or LEGACY_STREAM) not in streams:\n",
-        "        if array.stream and (device, array.stream or LEGACY_STREAM) in streams:\n",
+        "        if array.stream is not None and (device, handle) not in streams:\n",
+        "        if array.stream and (device, handle) in streams:\n",
         ("tests/unit/gpu", "tests/integration/gpu_fake", "-k", "stream"),
     ),
 )

@@ -1,8 +1,8 @@
 """What each rank does in a collective whose ranks read each other's device memory: copies, reductions and waits.
 
-Every rank has a slot of device memory that all others can read. A collective is cut into chunks that fit a slot; a
-chunk is a few stages, each of which waits for what some ranks have told at the end of their stage before, moves data
-between the caller's arrays and slots, and tells some ranks when that is complete:
+Every rank has a slot of device memory that all others can read. A collective is cut into chunks that fit a slot. A
+chunk has a few stages. A stage waits until some ranks have told that their stage before is complete, moves data between
+the caller's arrays and slots, and tells some ranks when it is complete:
 
 | collective | chunk |
 | --- | --- |
@@ -13,8 +13,8 @@ between the caller's arrays and slots, and tells some ranks when that is complet
 | all_reduce, reduce, large: two shots | own vector into the slot; every rank reduces its slice of all, into where its |
 | | own would be in its slot, which no other rank reads; ranks that want the result collect the slices |
 
-One-shot moves p times the vector per rank, two-shot three times, but waits once more. In both an element is reduced by
-one kernel over the ranks in order, so results are bit-identical everywhere. (DeepSpeed's and PyTorch's intra-node
+One shot moves p times the vector per rank, two shots move it three times but wait once more. In both one kernel reduces
+an element over the ranks in order, so results are bit-identical everywhere. (DeepSpeed's and PyTorch's intra-node
 all_reduce are cut the same way.) Everything here is pure: addresses are numbers, nothing is read.
 """
 
@@ -34,14 +34,14 @@ CALLERS: Final = -1
 """In a Place, instead of a rank: the caller's memory, at an address."""
 
 PLANNED: Final = frozenset(
-    {*["all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "reduce", "reduce_scatter", "scatter"]}
-    | {*["all_to_all_uneven", "gather_uneven", "scatter_uneven"]}
+    {"all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "reduce", "reduce_scatter", "scatter"}
+    | {"all_to_all_uneven", "gather_uneven", "scatter_uneven"}
 )
 """Collectives that `chunks` knows."""
 
 
 class Place(NamedTuple):
-    """Byte `offset` of the slot of `rank`, or, of CALLERS, an address."""
+    """Byte `offset` of the slot of `rank`; for CALLERS, an address."""
 
     rank: int
     offset: int
@@ -66,7 +66,7 @@ class Combine(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Wait for what the ranks of `wait` tell at the end of their stage before this one, work, then tell `tell`."""
+    """Wait until the ranks of `wait` have told that their stage before is complete, work, then tell `tell`."""
 
     wait: tuple[int, ...] = ()
     work: tuple[Move | Combine, ...] = ()
@@ -79,7 +79,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Stages, in order. `writes`: whether the own slot is written; others are `readers` of it, or `sources` for us."""
+    """Stages, in order. `writes`: whether our slot is written. `readers` read our slot; we read those of `sources`."""
 
     stages: tuple[Stage, ...]
     writes: bool
@@ -101,7 +101,7 @@ def is_small(call: Call, size: int, slot_bytes: int) -> bool:
 
 
 def chunks(call: Call, rank: int, size: int, slot_bytes: int, one_shot_bytes: int) -> Plan:
-    """The chunks of `call` on `rank`, in order; ranks that move less than others may have fewer.
+    """The chunks of `call` on `rank`, in order. Ranks that move less than others may have fewer.
 
     Vectors up to `one_shot_bytes` are reduced in one shot.
     """
@@ -192,7 +192,7 @@ def _shared(rank: int, source: Extent, readers: Sequence[int], incoming: Sequenc
 
 
 class Pairs(NamedTuple):
-    """The ranks that get a block from us, be it empty, and those that give us one: they compare lengths."""
+    """The ranks that get a block from us, even an empty one, and those that give us one: both compare lengths."""
 
     readers: Sequence[int]
     writers: Sequence[int]
@@ -293,7 +293,7 @@ def _others(rank: int, size: int) -> tuple[int, ...]:
 
 
 def _put(target: Place, part: Extent, op: ReduceOpLike) -> Move | Combine:
-    """Put our contribution into the slot, with its own factor: factors may differ between ranks."""
+    """Put our contribution into the slot, with our own factor: factors may differ between ranks."""
     if isinstance(op, PremulSum):
         return Combine(target, (_own(part.pointer),), part.nbytes, op)
     return Move(target, _own(part.pointer), part.nbytes)

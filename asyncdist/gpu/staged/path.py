@@ -1,9 +1,8 @@
-"""StagedPath: collectives on device arrays through the host's memory, by the collectives that host arrays have.
+"""StagedPath: collectives on GPU arrays through the host's memory, by the collectives of host arrays.
 
 The path works wherever the host's collectives do: between hosts without NCCL, for several ranks on one GPU, for every
-dtype, every reduction (functions of the user's among them) and prefixes. It costs two copies over PCIe and the host
-collective, which overlap: see `staged.pipeline`. `PrivateInputs` serve all paths that would overwrite an input before
-they have read it.
+dtype, every reduction (also functions of the user) and prefixes. It costs two copies over PCIe and the host collective,
+which overlap: see `staged.pipeline`. `PrivateInputs` serve all paths that would overwrite an input before it is read.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from asyncdist.gpu.threads import Helpers, close_behind
 __all__ = ["PrivateInputs", "StagedPath"]
 
 CLOSE_LIMIT_S: Final = 5.0
-"""How long closing waits for copies under way, which wait for nothing but the caller's kernels before them."""
+"""How long closing waits for copies under way. They wait only for the caller's kernels."""
 
 
 class StagedPath(DevicePath):
@@ -82,7 +81,7 @@ class StagedPath(DevicePath):
 
 
 class PrivateInputs:
-    """Copies of the inputs that a call would overwrite before it has read them, on the device; of one path."""
+    """Copies, on the device, of inputs that a call would overwrite before it has read them. Of one path."""
 
     def __init__(self, around: Surroundings, helpers: Helpers) -> None:
         self._around = around
@@ -92,9 +91,9 @@ class PrivateInputs:
         self._ready: set[Event] = set()
 
     def of(self, call: Call, on_end: OnEnd) -> tuple[Call, OnEnd]:
-        """What to carry out in place of `call`, and what to call at its end: mostly the same.
+        """The call to carry out in place of `call`, and the callback at its end: mostly the same.
 
-        Memory is allocated here and now, as operations must keep their order; it is freed in a thread.
+        Memory is allocated here and now, as operations must keep their order. A thread frees it.
         """
         around = self._around
         if not clash(call, around.rank, len(around.ranks)):
@@ -122,7 +121,7 @@ class PrivateInputs:
         return copied, ended
 
     def close(self) -> None:
-        """Nothing is under way any more; free also what belonged to operations that were dropped."""
+        """Free everything, also for operations that were dropped. Nothing is under way any more."""
         self._around.events.give(self._ready)
         self._ready.clear()
         if self._stream is None:
