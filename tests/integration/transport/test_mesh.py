@@ -14,11 +14,11 @@ import sys
 
 import psutil
 import pytest
+from chaos_proxy import Chaos, chaos_proxy
 from mesh_world import World, received, world
 from waiting import eventually
 
 from asyncdist.errors import ClosedError, DistNetworkError, PeerLostError
-from asyncdist.testing import Chaos, chaos_proxy
 from asyncdist.transport.addresses import PeerAddress
 from asyncdist.transport.config import TransportConfig
 from asyncdist.transport.connections import dialer, link
