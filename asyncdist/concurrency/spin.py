@@ -17,6 +17,7 @@ __all__ = [
     "PATIENCE",
     "TURN_S",
     "Pending",
+    "MeshSpins",
     "Spins",
     "spin_us_from_environ",
 ]
@@ -55,6 +56,16 @@ class Spins(Protocol):
 
     def turn_due(self) -> bool:
         """Whether the task that has just been served should let the loop turn before it goes on."""
+
+
+class MeshSpins(Spins, Protocol):
+    """Who looks for what other ranks of a mesh send."""
+
+    def glance(self, work: Pending) -> None:
+        """Look once, if that can pay: for whoever looks elsewhere too."""
+
+    def catch_up(self) -> None:
+        """Between calls: take what has come, and send what had no room."""
 
 
 def spin_us_from_environ(environ: Mapping[str, str]) -> float:

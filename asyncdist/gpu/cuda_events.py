@@ -25,10 +25,9 @@ from threading import get_ident
 from time import perf_counter
 from typing import Any, Final, Protocol
 
-from asyncdist.concurrency.spin import CATCH, MAX_SKIPPED, PATIENCE, TURN_S, Pending
+from asyncdist.concurrency.spin import CATCH, MAX_SKIPPED, PATIENCE, TURN_S, MeshSpins, Pending
 from asyncdist.cuda.interface import Event
 from asyncdist.gpu.threads import close_all
-from asyncdist.transport.spin import Spinner
 
 __all__ = ["LONGER_POLL_S", "POLL_S", "Completions", "Entry", "EventSpinner", "StreamQueue"]
 
@@ -296,7 +295,7 @@ class EventSpinner:
 
     __slots__ = ("_completions", "_last_turn_s", "_limit_s", "_messages", "_misses", "_skip", "_skipped", "_thread")
 
-    def __init__(self, completions: Completions, limit_us: float, messages: Spinner | None = None) -> None:
+    def __init__(self, completions: Completions, limit_us: float, messages: MeshSpins | None = None) -> None:
         self._completions = completions
         self._messages = messages
         self._limit_s = (limit_us if messages is None else CATCH * limit_us) * 1e-6

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any, ClassVar, Final, Protocol
 
+from asyncdist.concurrency.spin import MeshSpins
 from asyncdist.errors import ClosedError, DistError, PeerLostError
 from asyncdist.transport.addresses import Endpoint, PeerAddress
 from asyncdist.transport.context import Absence
@@ -15,7 +16,6 @@ from asyncdist.transport.protocol.frame import FRAGMENT_BYTES, MAX_CALL_BYTES
 from asyncdist.transport.protocol.matching import AnySourceTable, Discarded, DroppedGroups, UnexpectedWatcher
 from asyncdist.transport.protocol.operations import Receive, SendOp, nobody_left
 from asyncdist.transport.protocol.peer import PeerCore
-from asyncdist.transport.spin import Spinner
 
 __all__ = ["BaseMesh", "MeshOwner"]
 
@@ -56,7 +56,7 @@ class BaseMesh:
         self.world_size = world_size
         self.cores: list[PeerCore | None] = [None] * world_size
         self.address: PeerAddress | None = None
-        self.spinner: Spinner | None = None
+        self.spinner: MeshSpins | None = None
         self.memory: HostMemory | None = None
         self.crowded = False
         """Whether ranks of this host share cores; to be set before there are connections."""

@@ -40,6 +40,7 @@ from asyncdist.concurrency.tasks import telling, uninterrupted
 from asyncdist.errors import ConnectTimeoutError, DistError, DistStoreError, StoreTimeoutError
 from asyncdist.store import PrefixStore, Store
 from asyncdist.transport.addresses import PeerAddress
+from asyncdist.transport.context import Absence
 from asyncdist.world.address_book import AddressBook
 from asyncdist.world.attempts import LEFT, PUBLISH_LIMIT_S, RESIGNED, Attempts, Presence, unpacked
 
@@ -315,6 +316,10 @@ class Rendezvous:
                 yield
         finally:
             self._farewell_s = max(0.0, self._farewell_s - (_now() - began_s))
+
+    async def words_of(self, rank: int) -> tuple[bytes, Absence]:
+        """What a rank that takes no connection has left to say, and what became of it. Bounded."""
+        return await self.presence.words_of(rank)
 
     async def leave_words(self, words: bytes) -> bool:
         """Publish what whoever finds this rank gone should know; before it is gone. Bounded; raises no DistError.

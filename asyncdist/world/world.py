@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import threading
 from collections import deque
+from collections.abc import Collection, Sequence
 from typing import Any, Final, Protocol
 
 import msgpack
@@ -20,7 +21,7 @@ from asyncdist.plan.selection.tuning import DEFAULT_TUNING
 from asyncdist.store.fork_safety import close_in_forked_child
 from asyncdist.transport.base_mesh import BaseMesh
 from asyncdist.transport.context import Absence
-from asyncdist.world.address_book import children_of, parent_of
+from asyncdist.world.address_book import AddressBook, children_of, parent_of
 from asyncdist.world.control import (
     Abort,
     Addresses,
@@ -33,9 +34,19 @@ from asyncdist.world.control import (
     decode,
 )
 from asyncdist.world.init_method import StoreSource
-from asyncdist.world.rendezvous import Met, Rendezvous
+from asyncdist.world.rendezvous import Met
 
-__all__ = ["ABSENCES", "CLOSED", "CLOSED_SINCE", "ISSUED", "NOT_CALLED", "NOT_MADE", "GroupListener", "World"]
+__all__ = [
+    "ABSENCES",
+    "CLOSED",
+    "CLOSED_SINCE",
+    "ISSUED",
+    "NOT_CALLED",
+    "NOT_MADE",
+    "GroupListener",
+    "Meeting",
+    "World",
+]
 
 ISSUED: Final = "issued"
 NOT_CALLED: Final = "not called there"
@@ -87,6 +98,34 @@ class GroupListener(Protocol):
         """Give up now, on all members."""
 
 
+class Meeting(Protocol):
+    """What the ranks met through, and say goodbye to: a `Rendezvous` in a store, or the world of MPI."""
+
+    book: AddressBook
+    """Where the ranks listen, as far as this one knows."""
+
+    async def words_of(self, rank: int) -> tuple[bytes, Absence]:
+        """What a rank that takes no connection has left to say, and what became of it."""
+
+    def learn(self, first: int, addresses: Sequence[bytes]) -> bool:
+        """Another rank tells where some ranks listen. Returns whether now, at last, all is known."""
+
+    async def leave_words(self, words: bytes) -> bool:
+        """Leave for those who find this rank gone what they should know. Returns whether they can find it."""
+
+    async def leave(self) -> None:
+        """Say goodbye, bounded."""
+
+    async def resign(self) -> None:
+        """Say that this rank cannot be in the world, bounded."""
+
+    async def wait_for_goodbyes(self, lost: Collection[int]) -> None:
+        """Wait, bounded, until every rank but the `lost` has said goodbye."""
+
+    def hurry(self) -> None:
+        """Wait for no goodbyes."""
+
+
 class EndedListener(Protocol):
     """What stands for a group that was closed here."""
 
@@ -105,7 +144,7 @@ class World:
         rank: int,
         world_size: int,
         source: StoreSource,
-        rendezvous: Rendezvous,
+        rendezvous: Meeting,
         world_id: bytes,
     ) -> None:
         self.loop = loop
@@ -290,7 +329,7 @@ class World:
 
     async def hear_out(self, rank: int) -> Absence:
         """`rank` takes no connection: hear, bounded, which groups it aborted before, and why; and what became of it."""
-        words, absence = await self._rendezvous.presence.words_of(rank)
+        words, absence = await self._rendezvous.words_of(rank)
         try:
             for payload in _split_words(rank, words):
                 self.control_received(rank, payload)

@@ -24,7 +24,7 @@ from asyncdist.transport.protocol.frame import key_prefix
 if TYPE_CHECKING:
     from asyncdist.collectives.host.backend import HostBackend
 
-__all__ = ["Operation", "Recipe"]
+__all__ = ["Operation", "Recipe", "overlap"]
 
 SPARE_BYTES: Final = 64 << 10
 """Scratch up to this size stays with its recipe between calls; larger scratch goes back to the pool, for all to use."""
@@ -197,7 +197,7 @@ class Operation(Execution):
 
 def _bind_inputs(call: Call, aligned: bool) -> Bound:
     arrays: Sequence[Array] = [flat.elements for flat in call.inputs] if call.pieces is None else call.pieces[0]
-    if type(call.op) is PremulSum or _overlap(call):
+    if type(call.op) is PremulSum or overlap(call):
         arrays = [array.copy() for array in arrays]
         if call.op is not None:
             for array in arrays:
@@ -209,7 +209,7 @@ def _bind_inputs(call: Call, aligned: bool) -> Bound:
     return BlockBuffer(arrays) if aligned else FlatBuffer(np.concatenate(arrays))
 
 
-def _overlap(call: Call) -> bool:
+def overlap(call: Call) -> bool:
     """Whether the caller's inputs share memory with the outputs, as in `reduce`: plans may write those first."""
     inputs, outputs = call.inputs, call.outputs
     if len(inputs) == 1 or len(outputs) == 1:
