@@ -12,14 +12,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 
 from asyncdist.api.groups import warn_unused
-from asyncdist.collectives.backend import parse_backend
+from asyncdist.collectives.backend import Backend, parse_backend
 from asyncdist.concurrency import trace as events
 from asyncdist.concurrency.deadline import DEFAULT_TIMEOUT_S, INHERIT, Deadline, Timeout, timeout_seconds
 from asyncdist.concurrency.integers import derive_group_id
 from asyncdist.concurrency.tasks import uninterrupted
 from asyncdist.concurrency.trace import warn_of_misspelt
 from asyncdist.cuda.provider import chosen_device
-from asyncdist.errors import DistError
 from asyncdist.group import default_group as context
 from asyncdist.group.core import GroupCore
 from asyncdist.group.mismatch import parse_check
@@ -35,8 +34,8 @@ from asyncdist.transport.config import TransportConfig
 from asyncdist.transport.mesh import Mesh, Resolve
 from asyncdist.transport.shared_memory.segment import segments_available
 from asyncdist.world.init_method import InitMethod, StoreSource, open_store, parse_init_method
-from asyncdist.world.rendezvous import Met, Rendezvous
-from asyncdist.world.tuning_file import own_tuning
+from asyncdist.world.rendezvous import Rendezvous
+from asyncdist.world.tuning_file import agreed_tuning, own_tuning
 from asyncdist.world.world import World
 from asyncdist_server.wire.auth import derive_key, load_token
 
@@ -65,8 +64,10 @@ def init_process_group(
     `init_method` is `env://` (default; RANK, WORLD_SIZE and either ASYNCDIST_STORE or MASTER_ADDR and MASTER_PORT),
     `tcp://host:port` or `file:///path`, the latter two with `rank` and `world_size` as arguments or in the URL's query.
     `store=` takes an open store instead, and needs `rank` and `world_size`; it stays the caller's. Arguments override
-    the environment. `timeout` (seconds, timedelta, None for no limit; by default ASYNCDIST_TIMEOUT, else 1,800 s)
-    bounds joining and is the default of every collective. `group_name` tells apart several worlds of one process.
+    the environment. With `backend="mpi"`, none of these and no RANK in the environment there is no store: MPI knows the
+    ranks that `mpirun` has started. `timeout` (seconds, timedelta, None for no limit; by default ASYNCDIST_TIMEOUT,
+    else 1,800 s) bounds joining and is the default of every collective. `group_name` tells apart several worlds of one
+    process.
     With `progress="thread"` transport and reductions run in the process's communication thread, so that peers do not
     wait while a coroutine here computes; everything else is the same. Not under virtual time (ValueError).
     `allow_pickle`: whether objects that cannot be sent otherwise may be pickled, which lets any rank run code on all
@@ -81,12 +82,15 @@ def init_process_group(
     warn_of_misspelt(os.environ)
     warn_unused(pg_options, "init_process_group")
     timeout_s = timeout_seconds(timeout, _timeout_from_environ(os.environ))
-    parse_backend(backend)  # raises for what is wrong with it
+    names = parse_backend(backend)
     if progress not in ("loop", "thread"):
         raise ValueError(f'progress must be "loop" or "thread", not {progress!r}')
     if store is not None and not isinstance(store, Store):
         raise TypeError(f"store must be a Store that is open, not {type(store).__name__}")
-    method = parse_init_method(init_method, rank, world_size, has_store=store is not None)
+    if names.cpu == Backend.MPI and store is None and init_method is None and not os.environ.get("RANK"):
+        method = InitMethod(rank, world_size, by_mpi=True)
+    else:
+        method = parse_init_method(init_method, rank, world_size, has_store=store is not None)
     device = chosen_device(device_id)
     return GroupOpening(method, store, timeout_s, group_name, backend, progress, allow_pickle, device)
 
@@ -170,6 +174,13 @@ class GroupOpening:
 
     async def _open_here(self) -> ProcessGroup:
         deadline = Deadline.after(self._timeout_s, asyncio.get_running_loop().time())
+        if self._method.by_mpi:
+            from asyncdist.mpi.world import join_by_mpi  # for programs that ask for it only: it starts MPI
+
+            check = parse_check(os.environ.get("ASYNCDIST_CHECK", ""))
+            world = await join_by_mpi(self._method, self._name, deadline, allow_pickle=self._allow_pickle, check=check)
+            return await _open_group(world, self._name, self._timeout_s, self._backend, self._device)
+        make_mesh = self._mesh_factory()
         if self._store is not None:
             source = StoreSource(self._store, owned=False)
         else:
@@ -184,6 +195,7 @@ class GroupOpening:
                 backend=self._backend,
                 allow_pickle=self._allow_pickle,
                 device=self._device,
+                make_mesh=make_mesh,
             )
         except Exception:
             await uninterrupted(source.close_after_failure())
@@ -191,6 +203,19 @@ class GroupOpening:
         except BaseException:
             await uninterrupted(source.close())
             raise
+
+    def _mesh_factory(self) -> MeshFactory:
+        """What carries the messages between ranks: MPI where it is the backend of host arrays.
+
+        MPI starts here, as its start waits for all ranks: nobody may wait for this one before.
+        """
+        if parse_backend(self._backend).cpu != Backend.MPI:
+            return Mesh
+        from asyncdist.mpi.library import load
+        from asyncdist.mpi.world import mesh_of_world
+
+        load()
+        return mesh_of_world
 
 
 async def open_world(
@@ -213,6 +238,13 @@ async def open_world(
     its host. Cancelling leaves nothing open.
     """
     world = await _join(source, method, name, deadline, environ, make_mesh, allow_pickle, tuning)
+    return await _open_group(world, name, timeout_s, backend, device)
+
+
+async def _open_group(
+    world: World, name: str, timeout_s: float | None, backend: str | None, device: int | None
+) -> ProcessGroup:
+    """Return the group of all ranks, the context's default from now on."""
     ranks = tuple(range(world.world_size))
     named = parse_backend(backend)
     try:
@@ -274,7 +306,7 @@ async def _join(
         (world,) = worlds
         try:
             world.formed(met)
-            world.tuning = _agreed_tuning(method.rank, met, overrides)
+            world.tuning = agreed_tuning(method.rank, met.options.get("tuning"), overrides)
         except BaseException:
             await uninterrupted(rendezvous.resign())
             raise
@@ -293,21 +325,6 @@ async def _join(
 
 def _ends_with_rank_0(store: TCPStore) -> None:
     store.dialer.ends_with = "rank 0"
-
-
-def _agreed_tuning(rank: int, met: Met, overrides: dict[str, str]) -> Tuning:
-    """Rank 0's. Raises DistError if it is not to be believed, or if this rank's ASYNCDIST_ALGO says otherwise."""
-    try:
-        agreed = Tuning.from_terms(met.options.get("tuning"))
-    except ValueError as error:
-        raise DistError(f"rank {rank}: what rank 0 published cannot be used: {error}") from error
-    if overrides and overrides != dict(agreed.overrides):
-        mine = ",".join(f"{collective}:{algorithm}" for collective, algorithm in overrides.items())
-        raise DistError(
-            f"rank {rank}: ASYNCDIST_ALGO={mine!r} differs from rank 0's {dict(agreed.overrides)}: it must be the same "
-            "on all ranks"
-        )
-    return agreed
 
 
 def _watch_restarts(store: Store, rendezvous: Rendezvous) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, TypeAlias
 
 from asyncdist.collectives.arguments.call import Call
 from asyncdist.cuda import provider
@@ -16,11 +17,14 @@ if TYPE_CHECKING:
 __all__ = ["Backend", "BackendNames", "CollectiveWork", "GroupBackend", "OnEnd", "WorkKey", "parse_backend"]
 
 
+MPI_MISSING: Final = 'mpi4py is not installed: pip install "asyncdist[mpi]", and an MPI such as Open MPI or MPICH'
+
+
 class Backend(str):
     """A backend's name, compared without regard to case: `Backend("AIO") == "aio"`.
 
     `gloo` is accepted as an alias of `aio`, so that scripts written for torch.distributed run. `nccl` is known where
-    cupy, a GPU and NCCL are.
+    cupy, a GPU and NCCL are, `mpi` where mpi4py is.
     """
 
     __slots__ = ()
@@ -43,6 +47,9 @@ class Backend(str):
             why = _nccl_missing()
             if why:
                 raise ValueError(f"backend 'nccl' is not available: {why}")
+        elif lower == cls.MPI:
+            if find_spec("mpi4py") is None:
+                raise ValueError(f"backend 'mpi' is not available: {MPI_MISSING}")
         elif lower not in known:
             raise ValueError(f"unknown or unavailable backend {name!r}: available are {', '.join(sorted(known))}")
         return super().__new__(cls, cls.AIO if lower == cls.GLOO else lower)
@@ -61,7 +68,7 @@ class Backend(str):
         Raises ValueError if the name is taken.
         """
         lower = name.lower()
-        if lower in (cls.AIO, cls.GLOO, cls.NCCL, *cls._factories):
+        if lower in (cls.AIO, cls.GLOO, cls.NCCL, cls.MPI, *cls._factories):
             raise ValueError(f"backend {name!r} is registered already")
         cls._factories[lower] = factory
         setattr(cls, lower.upper(), lower)
@@ -110,8 +117,8 @@ def parse_backend(backend: str | None) -> BackendNames:
     """Return the backend of each kind of array.
 
     None is `aio` for host arrays, `nccl` for GPU arrays where it is available; `"aio"` (and `"gloo"`) is for both,
-    `"nccl"` for GPU arrays alone, `"cpu:aio,cuda:nccl"` names each. Raises TypeError for what is no str, ValueError for
-    malformed text and for backends that are not there.
+    `"nccl"` for GPU arrays alone, `"mpi"` for host arrays alone, `"cpu:aio,cuda:nccl"` names each. Raises TypeError for
+    what is no str, ValueError for malformed text and for backends that are not there.
     """
     if backend is None:
         return BackendNames(Backend(Backend.AIO), None)
@@ -119,7 +126,7 @@ def parse_backend(backend: str | None) -> BackendNames:
         named = Backend(backend)
         if named == Backend.NCCL:
             return BackendNames(None, named)
-        return BackendNames(named, named if named == Backend.AIO else None)
+        return BackendNames(named, named if named in (Backend.AIO, Backend.MPI) else None)
     pairs: dict[str, Backend] = {}
     for pair in backend.split(","):
         device, colon, name = pair.strip().partition(":")

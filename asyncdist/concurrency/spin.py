@@ -16,8 +16,8 @@ __all__ = [
     "MAX_SPIN_US",
     "PATIENCE",
     "TURN_S",
-    "Pending",
     "MeshSpins",
+    "Pending",
     "Spins",
     "spin_us_from_environ",
 ]

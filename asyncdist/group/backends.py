@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from asyncdist.collectives.arguments.call import Call
 from asyncdist.collectives.arguments.items import ItemCall
-from asyncdist.collectives.backend import BackendNames, CollectiveWork, GroupBackend, OnEnd
+from asyncdist.collectives.backend import Backend, BackendNames, CollectiveWork, GroupBackend, OnEnd
 from asyncdist.collectives.host.backend import HostBackend
 from asyncdist.concurrency.spin import spin_us_from_environ
 from asyncdist.cuda import provider
@@ -22,6 +22,12 @@ __all__ = ["GroupBackends"]
 
 PATH_VARIABLE: Final = "ASYNCDIST_CUDA_PATH"
 """Asks for a path (see `gpu.backend`) whatever is the best one; the same on all ranks."""
+
+
+GPUS_BESIDE_MPI: Final = (
+    'backend "mpi" carries host arrays only; with "cpu:mpi,cuda:nccl" GPU arrays go by NCCL, with "cpu:mpi,cuda:aio" '
+    "through the host by MPI"
+)
 
 
 class _Group(Protocol):
@@ -63,6 +69,10 @@ class GroupBackends:
         if factory is not None:
             return factory(*place)
         tuning = world.tuning.of_group(ranks)
+        if names.cpu == Backend.MPI:
+            from asyncdist.mpi.backend import MpiBackend  # for programs that ask for it only
+
+            return MpiBackend(*place, loop=world.loop, pool=world.pool, tuning=tuning)
         if names.cpu is None:
             return _ControlBackend(self, *place, loop=world.loop, pool=world.pool, tuning=tuning)
         lanes = world.options.get("lanes") is True
@@ -81,6 +91,8 @@ class GroupBackends:
             from asyncdist.gpu.backend import PATHS, DeviceBackend, DeviceSettings  # for programs with GPUs only
             from asyncdist.gpu.mismatch_probe import HostWatch
 
+            if self.names.cuda == Backend.MPI:
+                raise TypeError(f"arrays on a GPU cannot be used here: {GPUS_BESIDE_MPI}")
             found = provider.find()
             if found is None:
                 raise TypeError(f"arrays on a GPU cannot be used here: {provider.reason()}")

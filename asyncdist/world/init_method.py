@@ -47,7 +47,7 @@ seconds. Others, who may wait for rank 0 to come, try for as long as the world t
 
 @dataclass(frozen=True, slots=True)
 class InitMethod:
-    """A resolved init method. Exactly one of `path`, `host` is set, or neither with an explicit store."""
+    """A resolved init method. Exactly one of `path`, `host`, `by_mpi` is set, or none with an explicit store."""
 
     rank: int
     world_size: int
@@ -57,6 +57,8 @@ class InitMethod:
     may_host: bool = False
     """Whether rank 0 hosts the store when none answers."""
     namespace: str = ""
+    by_mpi: bool = False
+    """Whether MPI knows all ranks, and no store is needed; `rank` and `world_size` are -1 unless they were given."""
 
 
 class Hosting:

@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncdist.concurrency import trace as events
+from asyncdist.errors import DistError
 from asyncdist.plan.cost.constants import ASYNCIO, ASYNCIO_LOOPBACK, Constants
 from asyncdist.plan.selection.tuning import MAX_CORES, Tuning, constants_from_terms, constants_to_terms
 
 __all__ = [
     "MAX_FILE_BYTES",
+    "agreed_tuning",
     "built_in_constants",
     "default_path",
     "host_cores",
@@ -63,6 +65,24 @@ def own_tuning(
         constants = replace(constants, between=ASYNCIO.between)
     constants = replace(constants, cores=host_cores(ranks_per_host))
     return Tuning(constants, ranks_per_host, tuple(sorted(overrides.items())))
+
+
+def agreed_tuning(rank: int, terms: object, overrides: dict[str, str]) -> Tuning:
+    """Return the tuning that rank 0 published as `terms`.
+
+    Raises DistError if it is not to be believed, or if this rank's ASYNCDIST_ALGO says otherwise.
+    """
+    try:
+        agreed = Tuning.from_terms(terms)
+    except ValueError as error:
+        raise DistError(f"rank {rank}: what rank 0 published cannot be used: {error}") from error
+    if overrides and overrides != dict(agreed.overrides):
+        mine = ",".join(f"{collective}:{algorithm}" for collective, algorithm in overrides.items())
+        raise DistError(
+            f"rank {rank}: ASYNCDIST_ALGO={mine!r} differs from rank 0's {dict(agreed.overrides)}: it must be the same "
+            "on all ranks"
+        )
+    return agreed
 
 
 def built_in_constants(transport: str) -> Constants:

@@ -1,0 +1,378 @@
+"""MpiMesh: messages to and from every rank through MPI, whose messages are pieces of a stream of bytes for each pair.
+
+The cores, with their matching, credit and withdrawing, are those of sockets (`transport.protocol`). So a receive that
+times out is taken back although MPI could not cancel the sender's message, and a send of any size ends on time.
+A message of MPI without bytes is the end of a stream: behind a GOODBYE a rank has left, without one it is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any, ClassVar, Final
+
+import numpy as np
+
+from asyncdist.errors import ClosedError, DistError, PeerLostError, RemoteProtocolError
+from asyncdist.mpi.library import leave_behind, open_meshes
+from asyncdist.mpi.progress import Progress
+from asyncdist.transport.addresses import PeerAddress
+from asyncdist.transport.base_mesh import BaseMesh, MeshOwner
+from asyncdist.transport.protocol.frame import FRAGMENT_BYTES
+from asyncdist.transport.protocol.matching import Discarded
+from asyncdist.transport.protocol.operations import NO_GOODBYE
+from asyncdist.transport.protocol.peer import PeerCore
+
+__all__ = ["Communicators", "MpiMesh"]
+
+SEGMENT_BYTES: Final = FRAGMENT_BYTES + 4096
+"""Longest message of MPI: one fragment of a payload, with its header and some control frames."""
+RECEIVES: Final = 4
+"""Receives that are always posted, from any rank: while one is emptied the others fill."""
+SENDS: Final = 8
+"""Messages to one rank that MPI has at a time: two MiB, as a socket's buffers hold."""
+STREAM_TAG: Final = 0
+
+Communicators = tuple[Any, Any]
+"""Of one group: what its members agree on goes through the first, arrays through the second."""
+
+
+class _Peer:
+    """One rank as another sees it: its core, and our messages that MPI still reads."""
+
+    __slots__ = ("core", "ended", "finished", "sending", "state", "wants_flush")
+
+    def __init__(self, core: PeerCore) -> None:
+        self.core = core
+        self.sending = 0
+        self.wants_flush = False
+        self.finished = False
+        """Whether we have ended our stream."""
+        self.ended = False
+        self.state = "mpi"
+
+
+class MpiMesh(BaseMesh):
+    """The methods are those of `Mesh`, and so is what they promise. Ranks are connected from the start.
+
+    `rank` and `world_size` are those of `communicators`, which `accept` makes of MPI's world where none are given.
+    """
+
+    asks_who_is_gone: ClassVar[bool] = False
+    """`mpirun` ends all when one rank dies."""
+
+    def __init__(
+        self,
+        mpi: Any,
+        rank: int,
+        world_size: int,
+        owner: MeshOwner,
+        spin_us: float,
+        communicators: Communicators | None = None,
+    ) -> None:
+        super().__init__(rank, world_size, owner)
+        self.mpi = mpi
+        self._loop = asyncio.get_running_loop()
+        self.progress = self.spinner = Progress(mpi, self._loop, spin_us, self._take_messages, self._awaits)
+        if not spin_us:
+            self.spinner = None
+        self._communicators = communicators
+        self._untaken = communicators
+        self._comm: Any = None
+        self._receives: list[tuple[Any, Any]] = []
+        self._status = mpi.Status()
+        self._peers: dict[int, _Peer] = {}
+        self._number = 0
+
+    # -- communicators
+
+    @property
+    def comm(self) -> Any:
+        """The communicator of all ranks."""
+        return self._comm
+
+    def take_communicators(self, ranks: Sequence[int]) -> Communicators | None:
+        """Those of all ranks, for the first group that has them all; None for any other."""
+        if tuple(ranks) != tuple(range(self.world_size)):
+            return None
+        taken, self._untaken = self._untaken, None
+        return taken
+
+    async def listen(self, ips: Sequence[str] = ("127.0.0.1",), *, accept: bool = True) -> PeerAddress:
+        """Say nothing: MPI knows where the ranks are."""
+        self._check_open()
+        self.address = PeerAddress("mpi", (), b"")
+        if accept:
+            self.accept()
+        return self.address
+
+    def accept(self) -> None:
+        """Take messages from now on. Where the ranks have met in a store, all are about to call this."""
+        if self._communicators is None:
+            comm = self.mpi.COMM_WORLD.Split(0, self.rank)
+            self._communicators = self._untaken = comm, comm.Dup()
+        self._comm = self._communicators[0]
+        for _ in range(RECEIVES):
+            room = np.empty(SEGMENT_BYTES, np.uint8)
+            request = self._comm.Recv_init([room, self.mpi.BYTE], self.mpi.ANY_SOURCE, STREAM_TAG)
+            request.Start()
+            self._receives.append((request, room))
+        open_meshes.add(self)
+        self._begin(self._until_the_loop_ends(), "asyncdist mpi")
+        self.progress.stir()
+
+    async def _until_the_loop_ends(self) -> None:
+        """Nothing else would tell the others, as sockets do that are closed with the loop."""
+        try:
+            await self._all_ended.wait()
+        except asyncio.CancelledError:
+            self._shut("the event loop ended before it was closed")
+            raise
+
+    # -- messages
+
+    def peer(self, rank: int) -> PeerCore:
+        """See BaseMesh.peer."""
+        self._check_rank(rank)
+        self._check_open()
+        core = self.cores[rank] = self._peer(rank).core
+        return core
+
+    def break_pair(self, rank: int, cause: Exception) -> None:
+        """See BaseMesh.break_pair."""
+        self._check_rank(rank)
+        if not self._peer(rank).ended:
+            self._peer_lost(rank, cause)
+
+    def is_connected(self, rank: int) -> bool:
+        """See BaseMesh.is_connected."""
+        peer = self._peers.get(rank)
+        return not self._closing and (peer is None or not peer.ended)
+
+    is_reached = is_connected
+
+    def drop_group(self, group: bytes, discarded: Discarded | None = None) -> None:
+        """See BaseMesh.drop_group."""
+        self._dropped.add(group, discarded)
+        self._any_source.drop_group(group)
+        for peer in self._peers.values():
+            peer.core.drop_group(group)
+
+    def describe(self, rank: int) -> str:
+        """See BaseMesh.describe."""
+        peer = self._peers.get(rank)
+        return f"rank {rank}: {'itself' if rank == self.rank else 'mpi' if peer is None else peer.state}"
+
+    def statistics(self) -> dict[str, Any]:
+        """Peers by state, of those met."""
+        states: dict[str, int] = {}
+        for peer in self._peers.values():
+            states[peer.state] = states.get(peer.state, 0) + 1
+        return {"peers": states}
+
+    # -- the end
+
+    async def close(self, timeout_s: float, last: Callable[[], Awaitable[None]] | None = None) -> None:
+        """See BaseMesh.close. Every rank is told, as any may wait for a message from this one."""
+        try:
+            if not self._closed_because:
+                self._closing = True
+                for rank in range(self.world_size):
+                    if rank != self.rank:
+                        self._peer(rank).core.goodbye()
+                        self._moved(rank)
+                self._check_ended()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(timeout_s):
+                        await self._all_ended.wait()
+            if last is not None:
+                await last()
+        finally:
+            self._shut("the mesh is closed")
+            if self._tasks:
+                await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def abort(self, reason: str = "the mesh was aborted") -> None:
+        """See BaseMesh.abort."""
+        self._shut(reason)
+
+    def _shut(self, reason: str) -> None:
+        if self._closed_because:
+            return
+        self._closing = True
+        self._closed_because = reason
+        for task in self._tasks:
+            task.cancel()
+        error = ClosedError(f"rank {self.rank}: {reason}")
+        if self._comm is not None:
+            for rank in range(self.world_size):  # those that were not met may wait for this one as well
+                if rank != self.rank and not self._peer(rank).ended:
+                    self._finish(rank, "closed", error)
+        if (own := self._peers.get(self.rank)) is not None:
+            own.core.fail(error)
+        self._any_source.fail(error)
+        self.cores[:] = [None] * self.world_size
+        self._check_ended()
+        self.progress.poll()
+        self.progress.stop()
+        self.hang_up()
+
+    def hang_up(self) -> None:
+        """End all streams, and take back the receives: nothing is left for MPI to do. Idempotent."""
+        open_meshes.discard(self)
+        if not self._receives:
+            return
+        for rank in range(self.world_size):
+            peer = self._peers.get(rank)
+            if rank != self.rank and not (peer is not None and peer.finished):
+                request = self._comm.Isend([b"", self.mpi.BYTE], rank, STREAM_TAG)
+                if not request.Test():
+                    leave_behind("goodbyes", request)
+        if any(peer.sending for peer in self._peers.values()):
+            leave_behind("messages that were not received", self._peers)
+        for request, _ in self._receives:
+            request.Cancel()
+            request.Wait()
+            request.Free()
+        self._receives.clear()
+
+    # -- what MPI does
+
+    def _take_messages(self) -> bool:
+        """Hand over what has come, in order, as far as one turn of the loop may take."""
+        for turn in range(RECEIVES):
+            if not self._receives:
+                return False
+            request, room = self._receives[0]
+            if not request.Test(self._status):
+                return turn > 0
+            source, nbytes = self._status.Get_source(), self._status.Get_count(self.mpi.BYTE)
+            self._receives.append(self._receives.pop(0))
+            try:
+                self._received(source, room[:nbytes].data)
+            finally:
+                if not self._closed_because:
+                    request.Start()
+        return True
+
+    def _received(self, rank: int, segment: memoryview) -> None:
+        peer = self._peer(rank)
+        if peer.ended:
+            return
+        if not segment:
+            self._end_came(rank, peer)
+            return
+        core = peer.core
+        try:
+            while segment:
+                buffer = core.get_buffer()
+                nbytes = min(len(segment), len(buffer))
+                buffer[:nbytes] = segment[:nbytes]
+                core.buffer_updated(nbytes)
+                segment = segment[nbytes:]
+        except RemoteProtocolError as error:
+            if not peer.ended:
+                self._peer_lost(rank, error)
+            return
+        self._moved(rank)
+
+    def _write(self, rank: int, peer: _Peer, buffers: Sequence[bytes | memoryview]) -> int:
+        if peer.sending >= SENDS or peer.finished:
+            return 0
+        data = b"".join(buffers)[:SEGMENT_BYTES]
+        self._send(rank, peer, data)
+        return len(data)
+
+    def _send(self, rank: int, peer: _Peer, data: bytes) -> None:
+        request = self._comm.Isend([data, self.mpi.BYTE], rank, STREAM_TAG)
+        peer.sending += 1
+        self._number += 1
+        self.progress.wait(("send", self._number), [request], partial(self._sent, rank, peer, data), len(data))
+
+    def _sent(self, rank: int, peer: _Peer, data: bytes, error: Exception | None) -> None:
+        peer.sending -= 1
+        if error is not None and not peer.ended:
+            self._peer_lost(rank, error)
+        elif peer.wants_flush:
+            self._flush(rank, peer)
+
+    def _arm(self, rank: int, peer: _Peer) -> None:
+        peer.wants_flush = True
+        if peer.sending < SENDS:
+            self._loop.call_soon(self._flush, rank, peer)
+
+    def _flush(self, rank: int, peer: _Peer) -> None:
+        if peer.wants_flush and not peer.ended:
+            peer.wants_flush = False
+            if not peer.core.flush():
+                peer.wants_flush = True
+            self._moved(rank)
+
+    def _awaits(self) -> bool:
+        return bool(self._any_source.table) or any(
+            not peer.ended and (peer.core.expects or peer.core.has_output) for peer in self._peers.values()
+        )
+
+    # -- streams that end
+
+    def _moved(self, rank: int) -> None:
+        """Something was read from, or written to, a stream: look whether an end is reached."""
+        peer = self._peers[rank]
+        if peer.ended:
+            return
+        if peer.core.goodbye_sent:
+            self._finish_stream(rank, peer)
+        if peer.core.left:
+            self._peer_left(rank)
+
+    def _end_came(self, rank: int, peer: _Peer) -> None:
+        if peer.core.left:
+            self._peer_left(rank)
+        elif self._closing and peer.core.goodbye_sent:
+            self._finish(rank, "closed", ClosedError(f"the connection to rank {rank} was closed here"))
+        else:
+            self._peer_lost(rank, ConnectionResetError(NO_GOODBYE))
+
+    def _peer_left(self, rank: int) -> None:
+        error = PeerLostError(f"rank {rank} has left the world (it closed its group and said goodbye)", rank, left=True)
+        self._finish(rank, "left", error)
+        self._source_gone(rank, error)
+        self._owner.peer_left(rank)
+        self._check_ended()
+
+    def _peer_lost(self, rank: int, cause: Exception) -> None:
+        error = PeerLostError(f"rank {self.rank} lost rank {rank}: {cause}", rank)
+        error.__cause__ = cause
+        self._finish(rank, "lost", error)
+        if rank != self.rank:
+            self._source_gone(rank, error)
+            self._owner.peer_lost(rank, error)
+        self._check_ended()
+
+    def _finish(self, rank: int, state: str, error: DistError) -> None:
+        peer = self._peers[rank]
+        peer.ended = True
+        peer.state = state
+        self._finish_stream(rank, peer)
+        peer.core.fail(error)
+        self._check_ended()
+
+    def _finish_stream(self, rank: int, peer: _Peer) -> None:
+        if not peer.finished:
+            peer.finished = True
+            self._send(rank, peer, b"")
+
+    def _check_ended(self) -> None:
+        if self._closing and all(peer.ended or rank == self.rank for rank, peer in self._peers.items()):
+            self._all_ended.set()
+
+    def _peer(self, rank: int) -> _Peer:
+        peer = self._peers.get(rank)
+        if peer is None:
+            peer = self._peers[rank] = _Peer(self._new_core(rank))
+            peer.core.open(partial(self._write, rank, peer), partial(self._arm, rank, peer))
+            if rank != self.rank and not self._closed_because:
+                self._owner.peer_connected(rank)
+        return peer

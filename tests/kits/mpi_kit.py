@@ -1,0 +1,69 @@
+"""Programs of some ranks that `mpirun` starts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import pytest
+from jobs import OURS, PRELUDE
+
+__all__ = ["Job", "mpirun", "needs_mpi"]
+
+LIMIT_S: Final = 90.0
+"""No program takes nearly as long, on a machine that does other things as well."""
+
+OPEN_MPI: Final = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
+
+MISSING: Final = [
+    name for name, here in (("mpirun", shutil.which("mpirun")), ("mpi4py", find_spec("mpi4py"))) if not here
+]
+
+needs_mpi = [
+    pytest.mark.peers,
+    pytest.mark.skipif(
+        bool(MISSING), reason=f"needs {' and '.join(MISSING)} (extra `peers`, and an MPI of the system)"
+    ),
+]
+
+
+class Job(NamedTuple):
+    """How a job has ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    took_s: float
+
+    @property
+    def said(self) -> str:
+        return f"mpirun returned {self.returncode} after {self.took_s:.1f} s\n{self.stdout}\n{self.stderr}"
+
+
+def mpirun(code: str, size: int, environ: Mapping[str, str] | None = None) -> Job:
+    """Run `code` on `size` ranks, with asyncio, np and dist imported and this folder in the path; wait for its end."""
+    kits = f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})"
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
+    began_s = time.monotonic()
+    ended = subprocess.run(
+        ["mpirun", "-n", str(size), sys.executable, "-u", "-c", kits + PRELUDE + textwrap.dedent(code)],
+        env={**inherited, **OPEN_MPI, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error", **(environ or {})},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    return Job(ended.returncode, ended.stdout, ended.stderr, time.monotonic() - began_s)
