@@ -18,7 +18,7 @@ import numpy as np
 from asyncdist.errors import ClosedError, DistError, PeerLostError, RemoteProtocolError
 from asyncdist.mpi.library import leave_behind, open_meshes
 from asyncdist.mpi.progress import Progress
-from asyncdist.transport.addresses import PeerAddress
+from asyncdist.transport.addresses import Endpoint, PeerAddress
 from asyncdist.transport.base_mesh import BaseMesh, MeshOwner
 from asyncdist.transport.protocol.frame import FRAGMENT_BYTES
 from asyncdist.transport.protocol.matching import Discarded
@@ -100,7 +100,9 @@ class MpiMesh(BaseMesh):
         taken, self._untaken = self._untaken, None
         return taken
 
-    async def listen(self, ips: Sequence[str] = ("127.0.0.1",), *, accept: bool = True) -> PeerAddress:
+    async def listen(
+        self, ips: Sequence[str] = ("127.0.0.1",), advertised: Sequence[Endpoint] = (), *, accept: bool = True
+    ) -> PeerAddress:
         """Say nothing: MPI knows where the ranks are."""
         self._check_open()
         self.address = PeerAddress("mpi", (), b"")

@@ -59,7 +59,7 @@ def mpirun(code: str, size: int, environ: Mapping[str, str] | None = None) -> Jo
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
     began_s = time.monotonic()
     ended = subprocess.run(
-        ["mpirun", "-n", str(size), sys.executable, "-u", "-c", kits + PRELUDE + textwrap.dedent(code)],
+        ["mpirun", "-n", str(size), sys.executable, "-c", kits + PRELUDE + textwrap.dedent(code)],
         env={**inherited, **OPEN_MPI, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error", **(environ or {})},
         stdin=subprocess.DEVNULL,
         capture_output=True,

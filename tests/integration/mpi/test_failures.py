@@ -171,7 +171,7 @@ async def main():
             try:
                 await other.all_reduce(np.ones(1), timeout=0.2)
             except dist.CollectiveTimeoutError:
-                print("late")
+                print("late", flush=True)
         else:
             await asyncio.sleep(0.5)
 dist.run(main())
