@@ -55,11 +55,12 @@ class Issued(NamedTuple):
 class Agreement:
     """The exchange of fingerprints in one place of the order. `issued` is None where this rank refuses."""
 
-    __slots__ = ("done", "issued", "mine", "number", "request", "theirs")
+    __slots__ = ("done", "fingerprint", "issued", "mine", "number", "request", "theirs")
 
     def __init__(self, comm: Any, number: int, issued: Issued | None, fingerprint: int) -> None:
         self.number = number
         self.issued = issued
+        self.fingerprint = fingerprint
         self.mine = np.array([fingerprint], np.int64)
         self.theirs = np.empty(comm.Get_size(), np.int64)
         self.done = False
@@ -175,13 +176,14 @@ class MpiBackend(HostBackend):
         agreement.done = True
         while self._agreements and self._agreements[0].done:
             first = self._agreements.popleft()
-            if first.issued is None or (first.theirs == REFUSED).any():
-                continue  # who refuses it says why
-            differing = np.flatnonzero(first.theirs != first.mine)
-            if differing.size:
-                first.issued.on_end(first.issued.work, different(self.ranks[int(differing[0])]))
-            else:
+            if first.issued is None:
+                continue
+            mine, theirs = first.fingerprint, first.theirs.tolist()
+            if theirs.count(mine) == len(theirs):
                 self._carry_out(first.issued)
+            elif REFUSED not in theirs:  # who refuses it says why
+                differs = next(index for index, one in enumerate(theirs) if one != mine)
+                first.issued.on_end(first.issued.work, different(self.ranks[differs]))
 
     # -- carrying out
 
@@ -243,7 +245,7 @@ class MpiBackend(HostBackend):
         for number in numbers:
             transfer, issued = self._transfers.pop(number)
             self._progress.forget(transfer)
-            while not (ended := _is_over(self._mesh.mpi, transfer)) and perf_counter() < until_s:
+            while not (ended := self._progress.is_over(transfer.requests)) and perf_counter() < until_s:
                 pass
             if not ended:
                 leave_behind(issued.work.operation, transfer)
@@ -288,10 +290,3 @@ class MpiBackend(HostBackend):
         for issued in filter(None, due):
             if not self._ended:
                 issued.on_end(issued.work, error)
-
-
-def _is_over(mpi: Any, transfer: Transfer) -> bool:
-    try:
-        return bool(mpi.Request.Testall(transfer.requests))
-    except mpi.Exception:
-        return True

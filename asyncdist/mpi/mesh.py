@@ -34,6 +34,9 @@ RECEIVES: Final = 4
 SENDS: Final = 8
 """Messages to one rank that MPI has at a time: two MiB, as a socket's buffers hold."""
 STREAM_TAG: Final = 0
+GRACE_S: Final = 0.02
+"""How long a rank that has ended its stream without a goodbye is not taken for lost: collectives that it has carried
+out do not need it any more, but end here only when MPI is asked."""
 
 Communicators = tuple[Any, Any]
 """Of one group: what its members agree on goes through the first, arrays through the second."""
@@ -217,14 +220,13 @@ class MpiMesh(BaseMesh):
         self._any_source.fail(error)
         self.cores[:] = [None] * self.world_size
         self._check_ended()
-        self.progress.poll()
-        self.progress.stop()
         self.hang_up()
 
     def hang_up(self) -> None:
         """End all streams, and take back the receives: nothing is left for MPI to do. Idempotent."""
         open_meshes.discard(self)
         if not self._receives:
+            self.progress.stop()
             return
         for rank in range(self.world_size):
             peer = self._peers.get(rank)
@@ -232,8 +234,8 @@ class MpiMesh(BaseMesh):
                 request = self._comm.Isend([b"", self.mpi.BYTE], rank, STREAM_TAG)
                 if not request.Test():
                     leave_behind("goodbyes", request)
-        if any(peer.sending for peer in self._peers.values()):
-            leave_behind("messages that were not received", self._peers)
+        for requests in self.progress.stop():
+            leave_behind("messages and agreements that other ranks have not met", requests)
         for request, _ in self._receives:
             request.Cancel()
             request.Wait()
@@ -299,6 +301,7 @@ class MpiMesh(BaseMesh):
             self._peer_lost(rank, error)
         elif peer.wants_flush:
             self._flush(rank, peer)
+        self._check_ended()
 
     def _arm(self, rank: int, peer: _Peer) -> None:
         peer.wants_flush = True
@@ -335,6 +338,11 @@ class MpiMesh(BaseMesh):
         elif self._closing and peer.core.goodbye_sent:
             self._finish(rank, "closed", ClosedError(f"the connection to rank {rank} was closed here"))
         else:
+            self._loop.call_later(GRACE_S, self._lost_unless_ended, rank)
+            self.progress.stir()
+
+    def _lost_unless_ended(self, rank: int) -> None:
+        if not self._peers[rank].ended:
             self._peer_lost(rank, ConnectionResetError(NO_GOODBYE))
 
     def _peer_left(self, rank: int) -> None:
@@ -367,7 +375,9 @@ class MpiMesh(BaseMesh):
             self._send(rank, peer, b"")
 
     def _check_ended(self) -> None:
-        if self._closing and all(peer.ended or rank == self.rank for rank, peer in self._peers.items()):
+        if self._closing and all(
+            not peer.sending and (peer.ended or rank == self.rank) for rank, peer in self._peers.items()
+        ):
             self._all_ended.set()
 
     def _peer(self, rank: int) -> _Peer:

@@ -91,13 +91,24 @@ class Progress:
             self._sleeps = False
             self._next = self._loop.call_soon(self._turn)
 
-    def stop(self) -> None:
-        """Ask no more."""
+    def stop(self) -> list[list[Any]]:
+        """Ask no more. Returns the requests that have not ended, with which MPI keeps what they read and write."""
+        if not self._loop.is_closed():
+            self.poll()
         self._stopped = True
+        left = [requests for requests, _, _ in self._requests.values() if not self.is_over(requests)]
         self._requests.clear()
         if self._next is not None:
             self._next.cancel()
             self._next = None
+        return left
+
+    def is_over(self, requests: list[Any]) -> bool:
+        """Whether all have ended, well or not; nobody is told."""
+        try:
+            return bool(self._test_all(requests))
+        except self._exception:
+            return True
 
     def poll(self) -> bool:
         """Ask MPI once, and tell whoever waits for what has ended. Returns whether anything has."""
@@ -124,13 +135,17 @@ class Progress:
         self._next = None
         if os.getpid() != self._pid:  # a forked child must not call MPI
             return
-        if self.poll():
-            self.stir()
-        elif not self._stopped:
-            self._schedule()
+        came = True
+        try:
+            came = self.poll()
+        finally:  # whoever is told of an end may raise
+            if came:
+                self.stir()
+            else:
+                self._schedule()
 
     def _schedule(self) -> None:
-        if self._next is not None:
+        if self._next is not None or self._stopped:
             return
         if perf_counter() < self._spin_until_s:
             _give_core_away()

@@ -28,6 +28,9 @@ OPEN_MPI: Final = {
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
 
+PYTHON: Final = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "", "PYTHONWARNINGS": "error"}
+"""What is printed goes out in one piece at the end, so that lines of several ranks are lines."""
+
 MISSING: Final = [
     name for name, here in (("mpirun", shutil.which("mpirun")), ("mpi4py", find_spec("mpi4py"))) if not here
 ]
@@ -60,7 +63,7 @@ def mpirun(code: str, size: int, environ: Mapping[str, str] | None = None) -> Jo
     began_s = time.monotonic()
     ended = subprocess.run(
         ["mpirun", "-n", str(size), sys.executable, "-c", kits + PRELUDE + textwrap.dedent(code)],
-        env={**inherited, **OPEN_MPI, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error", **(environ or {})},
+        env={**inherited, **OPEN_MPI, **PYTHON, **(environ or {})},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

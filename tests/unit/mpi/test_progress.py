@@ -24,7 +24,7 @@ class Mpi:
 
     class Request:
         @staticmethod
-        def Testall(requests: list[Asked], statuses: object) -> bool:
+        def Testall(requests: list[Asked], statuses: object = None) -> bool:
             for request in requests:
                 if request.error is not None:
                     raise request.error
@@ -112,7 +112,41 @@ async def test_errors_of_mpi_are_told_and_those_of_others_are_not_caught() -> No
     counted.progress.wait("key", [request], told.append)
     with pytest.raises(ValueError, match="a mistake"):
         counted.progress.poll()
+    request.error = None
     counted.progress.stop()
+
+
+async def test_it_goes_on_though_who_is_told_raises() -> None:
+    loop = asyncio.get_running_loop()
+    raised: list[object] = []
+    loop.set_exception_handler(lambda _loop, context: raised.append(context["exception"]))
+    counted = Counted()
+    first, second = Asked(), Asked()
+    ended = asyncio.Event()
+
+    def fail(error: Exception | None) -> None:
+        raise KeyError("mine")
+
+    counted.progress.wait("first", [first], fail)
+    counted.progress.wait("second", [second], lambda error: ended.set())
+    first.ended = second.ended = True
+    await ended.wait()
+    assert [repr(error) for error in raised] == ["KeyError('mine')"]
+    counted.progress.stop()
+
+
+async def test_what_has_not_ended_when_it_stops_is_returned() -> None:
+    counted = Counted()
+    first, second, third = Asked(), Asked(), Asked()
+    third.error = RuntimeError("failed")
+    told: list[str] = []
+    counted.progress.wait("first", [first, second], lambda error: told.append("first"))
+    counted.progress.wait("second", [third], lambda error: told.append("second"))
+    first.ended = True
+    assert counted.progress.stop() == [[first, second]]
+    assert told == ["second"]
+    assert counted.progress.stop() == []
+    assert not counted.progress.poll()
 
 
 async def test_what_is_told_may_ask_again_and_forget_others() -> None:
