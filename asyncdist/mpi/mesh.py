@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from asyncdist.errors import ClosedError, DistError, PeerLostError, RemoteProtocolError
+from asyncdist.errors import ClosedError, DistBackendError, DistError, PeerLostError, RemoteProtocolError
 from asyncdist.mpi.library import leave_behind, open_meshes
 from asyncdist.mpi.progress import Progress
 from asyncdist.transport.addresses import Endpoint, PeerAddress
@@ -34,6 +35,9 @@ RECEIVES: Final = 4
 SENDS: Final = 8
 """Messages to one rank that MPI has at a time: two MiB, as a socket's buffers hold."""
 STREAM_TAG: Final = 0
+ACCEPT_LIMIT_S: Final = 30.0
+"""How long ranks that have met in a store may take until they meet in MPI: milliseconds, unless one of them fails."""
+PAUSE_S: Final = 1e-3
 GRACE_S: Final = 0.02
 """How long a rank that has ended its stream without a goodbye is not taken for lost: collectives that it has carried
 out do not need it any more, but end here only when MPI is asked."""
@@ -116,8 +120,7 @@ class MpiMesh(BaseMesh):
     def accept(self) -> None:
         """Take messages from now on. Where the ranks have met in a store, all are about to call this."""
         if self._communicators is None:
-            comm = self.mpi.COMM_WORLD.Split(0, self.rank)
-            self._communicators = self._untaken = comm, comm.Dup()
+            self._communicators = self._untaken = self._number_ranks()
         self._comm = self._communicators[0]
         for _ in range(RECEIVES):
             room = np.empty(SEGMENT_BYTES, np.uint8)
@@ -127,6 +130,20 @@ class MpiMesh(BaseMesh):
         open_meshes.add(self)
         self._begin(self._until_the_loop_ends(), "asyncdist mpi")
         self.progress.stir()
+
+    def _number_ranks(self) -> Communicators:
+        """Make communicators in which ranks have the numbers that the store gave them. Raises DistBackendError."""
+        world, until_s = self.mpi.COMM_WORLD, time.monotonic() + ACCEPT_LIMIT_S
+        here = world.Ibarrier()
+        while not here.Test():
+            if time.monotonic() > until_s:
+                leave_behind("joining a world", here)
+                raise DistBackendError(
+                    f"rank {self.rank}: not all ranks that met in the store came to MPI within {ACCEPT_LIMIT_S:g} s"
+                )
+            time.sleep(PAUSE_S)
+        comm = world.Split(0, self.rank)
+        return comm, comm.Dup()
 
     async def _until_the_loop_ends(self) -> None:
         """Nothing else would tell the others, as sockets do that are closed with the loop."""

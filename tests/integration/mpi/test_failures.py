@@ -160,6 +160,28 @@ def test_a_loop_that_ends_with_an_open_group_is_noticed() -> None:
     assert job.stdout == "told PeerLostError\n", job.said
 
 
+NOT_ALL = """
+from asyncdist.mpi import library
+from mpi4py import MPI
+library.FINALIZE_LIMIT_S = 3
+async def main():
+    try:
+        await dist.init_process_group("mpi", timeout=0.2)
+    except dist.ConnectTimeoutError as error:
+        print(error, flush=True)
+if MPI.COMM_WORLD.Get_rank() == 0:
+    dist.run(main())
+else:
+    time.sleep(1)
+"""
+
+
+def test_joining_that_not_all_do_times_out() -> None:
+    job = mpirun(NOT_ALL, 2)
+    assert "rank 0: not all ranks of MPI_COMM_WORLD have joined within 0.2 s" in job.stdout, job.said
+    assert "rank 0 of MPI leaves operations that never ended (joining a world)" in job.stderr, job.said
+
+
 STAYS = """
 from asyncdist.mpi import library
 library.FINALIZE_LIMIT_S = 1

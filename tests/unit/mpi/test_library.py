@@ -13,9 +13,13 @@ import pytest
 import asyncdist as dist
 from asyncdist.arrays.reduce_op import ReduceOp
 from asyncdist.collectives.arguments import call
-from asyncdist.collectives.backend import parse_backend
-from asyncdist.mpi import library
+from asyncdist.collectives.backend import BackendNames, parse_backend
+from asyncdist.concurrency.deadline import Deadline
+from asyncdist.group.backends import GroupBackends
+from asyncdist.mpi import library, world
 from asyncdist.mpi.transfer import MAX_BYTES, has_equal
+from asyncdist.transport.config import TransportConfig
+from asyncdist.world.init_method import InitMethod
 
 
 class Level(SimpleNamespace):
@@ -136,6 +140,27 @@ def test_what_is_too_large_or_the_users_own_has_none() -> None:
         assert has_equal(bound, 2) is equal
     assert not has_equal(call.all_reduce(np.ones(2), ReduceOp.custom(np.hypot)), 2)
     assert has_equal(call.all_reduce(np.ones(2), ReduceOp.PREMUL_SUM(3.0)), 2)
+
+
+def test_ranks_that_not_one_mpirun_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = SimpleNamespace(COMM_WORLD=SimpleNamespace(Get_size=lambda: 1))
+    monkeypatch.setattr(world, "load", lambda: alone)
+    with pytest.raises(dist.DistError, match=r"the world has 2 ranks, but MPI_COMM_WORLD 1: .* one mpirun"):
+        world.mesh_of_world(0, 2, b"", b"", None, None, TransportConfig())  # type: ignore[arg-type]
+
+
+async def test_who_joins_as_another_rank_than_mpis(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = SimpleNamespace(COMM_WORLD=SimpleNamespace(Get_size=lambda: 4, Get_rank=lambda: 1))
+    monkeypatch.setattr(world, "load", lambda: alone)
+    for method, what in (InitMethod(2, 4, by_mpi=True), "rank=2"), (InitMethod(1, 3, by_mpi=True), "world_size=3"):
+        with pytest.raises(ValueError, match=f"{what}, but MPI says"):
+            await world.join_by_mpi(method, "", Deadline.after(1, 0), allow_pickle=False, check="on")
+
+
+def test_arrays_on_gpus_are_refused() -> None:
+    names = BackendNames(dist.Backend.MPI, dist.Backend.MPI)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match='backend "mpi" carries host arrays only; with "cpu:mpi,cuda:nccl"'):
+        GroupBackends.on_gpus(SimpleNamespace(devices=None, names=names))  # type: ignore[arg-type]
 
 
 async def test_a_group_of_another_world_cannot_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
