@@ -48,6 +48,8 @@ PYTHON = [pytest.param(code, id=f"{page.name}-{n}") for page in PAGES for n, cod
 
 
 def kind_of(code: str) -> str:
+    if 'init_process_group("mpi")' in code:
+        return "mpi"  # see tests/integration/mpi
     if any(mark in code for mark in SCRIPTS):
         return "script"
     return "test" if re.search(r"^def test_", code, re.MULTILINE) else "fragment"

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from jobs import free_port
 from mpi_kit import mpirun, needs_mpi
 
 pytestmark = needs_mpi
+
+PAGE = Path(__file__).parents[3] / "docs" / "mpi.md"
 
 COLLECTIVES = """
 import random
@@ -123,6 +128,13 @@ dist.run(main())
 def test_every_operation(size: int) -> None:
     job = mpirun(COLLECTIVES + OTHERS, size)
     assert (job.returncode, job.stdout, job.stderr) == (0, "done\n" * size, ""), job.said
+
+
+@pytest.mark.slow("starts interpreters by mpirun")
+def test_the_page() -> None:
+    (script,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    job = mpirun(script, 2)
+    assert (job.returncode, job.stdout, job.stderr) == (0, "[1 1 1 1]\n" * 2, ""), job.said
 
 
 WITH_A_STORE = """
