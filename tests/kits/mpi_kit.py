@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 import pytest
 from jobs import OURS, PRELUDE
 
-__all__ = ["Job", "mpirun", "needs_mpi"]
+__all__ = ["Job", "mpirun", "need_mpi"]
 
 LIMIT_S: Final = 90.0
 """No program takes nearly as long, on a machine that does other things as well."""
@@ -35,12 +35,12 @@ MISSING: Final = [
     name for name, here in (("mpirun", shutil.which("mpirun")), ("mpi4py", find_spec("mpi4py"))) if not here
 ]
 
-needs_mpi = [
-    pytest.mark.peers,
-    pytest.mark.skipif(
-        bool(MISSING), reason=f"needs {' and '.join(MISSING)} (extra `peers`, and an MPI of the system)"
-    ),
-]
+
+def need_mpi() -> None:
+    """Skip the module that calls this where there is no MPI."""
+    if MISSING:
+        needed = " and ".join(MISSING)
+        pytest.skip(f"needs {needed} (extra `peers`, and an MPI of the system)", allow_module_level=True)
 
 
 class Job(NamedTuple):
@@ -54,6 +54,12 @@ class Job(NamedTuple):
     @property
     def said(self) -> str:
         return f"mpirun returned {self.returncode} after {self.took_s:.1f} s\n{self.stdout}\n{self.stderr}"
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing went wrong, and nothing was left behind in MPI; some MPIs have a word to say of the host."""
+        wrong = "Traceback", "Warning", "of MPI leaves operations"
+        return self.returncode == 0 and not any(word in self.stderr for word in wrong)
 
 
 def mpirun(code: str, size: int, environ: Mapping[str, str] | None = None) -> Job:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from mpi_kit import mpirun, needs_mpi
+from mpi_kit import mpirun, need_mpi
 
-pytestmark = [*needs_mpi, pytest.mark.slow("starts interpreters by mpirun")]
+need_mpi()
+pytestmark = [pytest.mark.peers, pytest.mark.slow("starts interpreters by mpirun")]
 
 ERRORS = """
 import contextlib
