@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -122,6 +123,9 @@ class MpiMesh(BaseMesh):
         if self._communicators is None:
             self._communicators = self._untaken = self._number_ranks()
         self._comm = self._communicators[0]
+        host = self._comm.Split_type(self.mpi.COMM_TYPE_SHARED)
+        self.progress.crowded = host.Get_size() > (os.cpu_count() or 1)
+        host.Free()
         for _ in range(RECEIVES):
             room = np.empty(SEGMENT_BYTES, np.uint8)
             request = self._comm.Recv_init([room, self.mpi.BYTE], self.mpi.ANY_SOURCE, STREAM_TAG)

@@ -66,6 +66,8 @@ class Progress:
         self._last_turn_s = 0.0
         self._polling = False
         self._stopped = False
+        self.crowded = False
+        """Whether ranks share cores: then one gives its core away before it asks again."""
 
     def wait(
         self, key: object, requests: list[Any], ended: Ended, nbytes: int = 0, statuses: list[Any] | None = None
@@ -148,7 +150,8 @@ class Progress:
         if self._next is not None or self._stopped:
             return
         if perf_counter() < self._spin_until_s:
-            _give_core_away()
+            if self.crowded:
+                _give_core_away()
             self._sleeps = False
             self._next = self._loop.call_soon(self._turn)
             return
@@ -160,14 +163,16 @@ class Progress:
     # What a Work that is awaited calls, as it does of `transport.spin.Spinner`.
 
     def look(self, work: Pending) -> bool:
-        """Ask MPI until `work` is done, for a while; whether it is."""
+        """Ask MPI until `work` is done, for a while after each event; whether it is."""
         if threading.get_ident() != self._thread:
             return False
-        until_s = perf_counter() + self._limit_s
+        event_s = perf_counter()
         self.poll()
-        while not work._done and perf_counter() < until_s:
-            _give_core_away()
-            self.poll()
+        while not work._done and perf_counter() - event_s < self._limit_s:
+            if self.crowded:
+                _give_core_away()
+            if self.poll():
+                event_s = perf_counter()
         if not work._done:
             self.stir()
         return work._done

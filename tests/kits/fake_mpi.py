@@ -69,6 +69,16 @@ class Receive:
         assert self not in self.comm.posted
 
 
+class FakeHost:
+    """All ranks of a host: each has one of its own."""
+
+    def Get_size(self) -> int:
+        return 1
+
+    def Free(self) -> None:
+        pass
+
+
 class FakeComm:
     def __init__(self, mpi: FakeMpi, rank: int) -> None:
         self.mpi = mpi
@@ -79,6 +89,9 @@ class FakeComm:
     def Recv_init(self, room: list[Any], source: int, tag: int) -> Receive:
         assert source == self.mpi.ANY_SOURCE
         return Receive(self, room[0])
+
+    def Split_type(self, kind: str) -> FakeHost:
+        return FakeHost()
 
     def Isend(self, data: list[Any], target: int, tag: int) -> Send:
         send = Send(self.rank, bytes(data[0]))
@@ -105,6 +118,7 @@ class FakeMpi:
     """Stands for the module `mpi4py.MPI`; `comms` are the communicators of all ranks."""
 
     ANY_SOURCE = -1
+    COMM_TYPE_SHARED = "shared"
     BYTE = "byte"
     Exception = RuntimeError
     Request = Request
