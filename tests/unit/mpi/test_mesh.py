@@ -7,11 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 from fake_mpi import FakeMpi
+from transport_conformance import MESH_CHECKS, MeshCheck, Rank
 
 from asyncdist.mpi.library import open_meshes
 from asyncdist.mpi.mesh import MpiMesh
-from asyncdist.testing.conformance_tools import Rank
-from asyncdist.testing.transport_conformance import MESH_CHECKS, MeshCheck
 from asyncdist.transport.base_mesh import MeshOwner
 
 
