@@ -92,7 +92,7 @@ bench: $(VENV)/.dev
 	$(BIN)/python -m bench $(ARGS)
 
 prove: $(VENV)/.dev
-	$(BIN)/python -m asyncdist.cli.prove_command $(ARGS)
+	$(BIN)/python tests/tools/prove_plans.py $(ARGS)
 	ASYNCDIST_MUTANTS=$(MUTANTS) $(BIN)/python -m pytest $(NO_LIMIT) -q tests/unit/plan/proof/test_mutants.py
 
 sim: $(VENV)/.dev

@@ -23,7 +23,6 @@ ALLOWED = {
     ("asyncdist/launch/spawn.py", "multiprocessing"): "a program's own function, to its own children",
     ("asyncdist/tuning/session.py", "multiprocessing"): "figures of a process's own children, over its own pipe",
     ("asyncdist/testing/fake_meeting.py", "multiprocessing"): "its sockets only, for bytes in msgpack",
-    ("asyncdist/cli/prove_command.py", "multiprocessing"): "tasks for a process's own children",
 }
 
 

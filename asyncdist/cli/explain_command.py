@@ -14,8 +14,15 @@ import numpy as np
 from rich.table import Table
 
 from asyncdist.arrays.host import sendable_dtype
-from asyncdist.cli.plan_options import CollectiveName, named_constants, transport_here
-from asyncdist.cli.tables import BYTES, show_bytes, show_seconds, table_console
+from asyncdist.cli.tables import (
+    BYTES,
+    CollectiveName,
+    named_constants,
+    show_bytes,
+    show_seconds,
+    table_console,
+    transport_here,
+)
 from asyncdist.plan.algorithms.registry import ALGORITHMS
 from asyncdist.plan.cost.constants import BUILT_IN, Constants
 from asyncdist.plan.problem import PRIVATE_COLLECTIVES, Problem

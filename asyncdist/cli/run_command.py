@@ -5,42 +5,86 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 
-from asyncdist.cli.run_options import TorchrunCommand, output_options, parsed_by, to_log_spec, unused_options
 from asyncdist.launch.config import (
     DEFAULT_GRACE_S,
     DEFAULT_JOIN_TIMEOUT_S,
     DEFAULT_PORT,
     DEFAULT_SHUTDOWN_TIMEOUT_S,
+    ENDING,
     Endpoint,
     LaunchConfig,
     RdzvTimes,
+    interface_with,
     parse_endpoint,
     parse_nnodes,
     parse_nproc,
     parse_outage,
     parse_rdzv_conf,
+    parse_signals,
     worker_command,
 )
-from asyncdist.launch.signals import ENDING, parse_signals
+from asyncdist.launch.logs import LogSpec, parse_local_ranks, parse_needles, parse_streams
 
 __all__ = ["run_command"]
 
 
-def _interface(value: str) -> str | None:
-    from asyncdist.launch.config import interface_with
+Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-    return interface_with(value) if value else None
+_HINTS: Final = {
+    "--logs-specs": "it names a plugin of torch's; --log-dir, --redirects and --tee say where output goes",
+    "--event-log-handler": "it names a plugin of torch's; what happens to the job is said on stderr",
+    "--numa-binding": "bind in the script, by LOCAL_RANK, or start the workers with --no-python numactl",
+}
+
+
+class _TorchrunCommand(click.Command):
+    """A command that says what to do instead of an option that only torchrun has."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if error.option_name == "-n":  # of -np as well
+                raise click.UsageError("mpiexec's -n is --nproc-per-node here.", ctx) from None
+            hint = _HINTS.get(error.option_name.replace("_", "-"))
+            if hint is None:
+                raise
+            raise click.UsageError(f"asyncdist run has no {error.option_name}, as torchrun has: {hint}.", ctx) from None
+
+
+def _parsed(*names: str, parse: Callable[[str], object], **more: Any) -> Option:
+    """An option whose text `parse` reads; one that was not given stays None."""
+
+    def callback(ctx: click.Context, param: click.Parameter, value: str | None) -> object:
+        try:
+            return None if value is None else parse(value)
+        except ValueError as error:
+            raise click.BadParameter(str(error), ctx, param) from error
+
+    return click.option(*names, callback=callback, **more)
+
+
+def _seconds(name: str, default: float, help: str, **more: Any) -> Option:
+    shown = {"default": default, "show_default": True, "metavar": "SECONDS"}
+    return click.option(name, type=click.FloatRange(0), help=help, **shown, **more)
+
+
+def _unused(name: str, **more: Any) -> Option:
+    """A hidden option that torchrun's users write out of habit: it is parsed and checked, and no more."""
+    said = "Taken, as torchrun does, and unused."
+    return click.option(name, hidden=True, expose_value=False, callback=lambda *_: None, help=said, **more)
 
 
 @click.command(
     "run",
-    cls=TorchrunCommand,
+    cls=_TorchrunCommand,
     short_help="Run a script once per rank.",
     context_settings={
         # Everything from the script on is the script's own, whatever it looks like.
@@ -51,28 +95,28 @@ def _interface(value: str) -> str | None:
         "auto_envvar_prefix": "PET",
     },
 )
-@click.option(
+@_parsed(
     "--nproc-per-node",
-    callback=parsed_by(parse_nproc),
+    parse=parse_nproc,
     metavar="N|auto|cpu|gpu",
-    default="1",
-    show_default=True,
     help="Workers on this node.",
-)
-@click.option(
-    "--nnodes",
-    callback=parsed_by(parse_nnodes),
-    metavar="N|MIN:MAX",
     default="1",
     show_default=True,
+)
+@_parsed(
+    "--nnodes",
+    parse=parse_nnodes,
+    metavar="N|MIN:MAX",
     help="Number of nodes, with one launcher on each. MIN:MAX makes the job elastic.",
+    default="1",
+    show_default=True,
 )
 @click.option(
     "--node-rank", type=click.IntRange(0), help="Rank of this node; by default the store deals node ranks out."
 )
-@click.option(
+@_parsed(
     "--rdzv-endpoint",
-    callback=parsed_by(partial(parse_endpoint, least_port=0)),
+    parse=partial(parse_endpoint, least_port=0),
     metavar="HOST:PORT",
     help="Where the nodes meet; the first of them hosts the store. A single node may give port 0: any free port.",
 )
@@ -99,39 +143,28 @@ def _interface(value: str) -> str | None:
     show_default=True,
     help="How often all workers may be restarted after one has failed.",
 )
-@click.option(
+@_seconds(
     "--grace",
-    type=click.FloatRange(0),
-    default=DEFAULT_GRACE_S,
-    show_default=True,
-    metavar="SECONDS",
-    help="Time that the other workers have to end after a failure; then SIGTERM and as long again, then SIGKILL.",
+    DEFAULT_GRACE_S,
+    "Time that the other workers have to end after a failure; then SIGTERM and as long again, then SIGKILL.",
 )
-@click.option(
+@_seconds(
     "--shutdown-timeout",
-    type=click.FloatRange(0),
+    DEFAULT_SHUTDOWN_TIMEOUT_S,
+    "Time that workers have to end after a signal to the launcher; then SIGKILL.",
     envvar=["PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"],  # torchrun reads both
-    default=DEFAULT_SHUTDOWN_TIMEOUT_S,
-    show_default=True,
-    metavar="SECONDS",
-    help="Time that workers have to end after a signal to the launcher; then SIGKILL.",
 )
-@click.option(
-    "--join-timeout",
-    type=click.FloatRange(0),
-    default=DEFAULT_JOIN_TIMEOUT_S,
-    show_default=True,
-    metavar="SECONDS",
-    help="How long to wait for the store to answer and for all nodes to join.",
+@_seconds(
+    "--join-timeout", DEFAULT_JOIN_TIMEOUT_S, "How long to wait for the store to answer and for all nodes to join."
 )
-@click.option(
+@_parsed(
     "--store-outage",
-    callback=parsed_by(parse_outage),
-    envvar=["PET_STORE_OUTAGE", "ASYNCDIST_STORE_OUTAGE"],
+    parse=parse_outage,
     metavar="SECONDS|forever",
+    help="How long a job of several nodes goes on while its daemon is away and all nodes are well.",
+    envvar=["PET_STORE_OUTAGE", "ASYNCDIST_STORE_OUTAGE"],
     default="forever",
     show_default=True,
-    help="How long a job of several nodes goes on while its daemon is away and all nodes are well.",
 )
 @click.option("--pass-local-rank", is_flag=True, help="Append --local_rank=N to the worker's arguments.")
 @click.option("--no-python", is_flag=True, help="Run a program, not a Python script.")
@@ -140,23 +173,64 @@ def _interface(value: str) -> str | None:
 @click.option(
     "--virtual-local-rank", is_flag=True, help="Show each worker only its own GPU, and set its LOCAL_RANK to 0."
 )
-@click.option(
+@_parsed(
     "--local-addr",
-    callback=parsed_by(_interface),
+    parse=lambda address: interface_with(address) if address else None,
     metavar="ADDRESS",
     help="Address of this node; workers use the network interface that has this address.",
 )
-@click.option(
+@_parsed(
     "--signals-to-handle",
-    callback=parsed_by(parse_signals),
+    parse=parse_signals,
     metavar="NAMES",
-    default=",".join(each.name for each in ENDING),
-    show_default=True,
     help="Signals that end the job: the launcher passes them on to the workers. SIGUSR1 and SIGUSR2 go to the "
     "workers that handle them.",
+    default=",".join(each.name for each in ENDING),
+    show_default=True,
 )
-@output_options
-@unused_options
+@click.option(
+    "--log-dir",
+    metavar="DIR",
+    help="Directory of the logs: a folder for each run, in it one for each attempt, in that one for each local rank.",
+)
+@_parsed(
+    "-r",
+    "--redirects",
+    parse=parse_streams,
+    metavar="STREAMS",
+    help="Streams that go to files only: 1 stdout, 2 stderr, 3 both; or by local rank, as in 0:3,1:2.",
+    default="0",
+)
+@_parsed(
+    "-t",
+    "--tee",
+    parse=parse_streams,
+    metavar="STREAMS",
+    help="Streams that go to files and to the terminal, written as for --redirects.",
+    default="0",
+)
+@_parsed(
+    "--local-ranks-filter",
+    parse=parse_local_ranks,
+    metavar="RANKS",
+    help="Local ranks whose output may go to the terminal, as in 0,2. By default all.",
+    default="",
+)
+@_parsed(
+    "--duplicate-stdout-filters",
+    parse=parse_needles,
+    metavar="TEXTS",
+    help="Texts (a,b): lines of teed stdout that contain one of them are also collected in one file.",
+    default="",
+)
+@_parsed(
+    "--duplicate-stderr-filters", parse=parse_needles, metavar="TEXTS", help="The same for teed stderr.", default=""
+)
+@_unused("--rdzv-backend", type=click.Choice(["static", "c10d"]))
+@_unused("--monitor-interval", type=float)
+@_unused("--start-method")
+@_unused("--use-env", is_flag=True)
+@_unused("--run-path", is_flag=True)
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run_command(script: str, args: tuple[str, ...], **options: Any) -> None:
@@ -223,7 +297,14 @@ def _config(script: str, args: tuple[str, ...], options: dict[str, Any]) -> Laun
             store_outage_s=options["store_outage"],
             pass_local_rank=options["pass_local_rank"],
             role=options["role"],
-            logs=to_log_spec(options),
+            logs=LogSpec(
+                log_dir=options["log_dir"] or None,
+                redirects=options["redirects"],
+                tee=options["tee"],
+                shown_ranks=options["local_ranks_filter"],
+                stdout_needles=options["duplicate_stdout_filters"],
+                stderr_needles=options["duplicate_stderr_filters"],
+            ),
             ending_signals=options["signals_to_handle"],
             virtual_local_rank=options["virtual_local_rank"],
             interface=options["local_addr"],

@@ -14,8 +14,15 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from asyncdist.cli.plan_options import CollectiveName, named_constants, transport_here
-from asyncdist.cli.tables import BYTES, show_bytes, show_seconds, table_console
+from asyncdist.cli.tables import (
+    BYTES,
+    CollectiveName,
+    named_constants,
+    show_bytes,
+    show_seconds,
+    table_console,
+    transport_here,
+)
 from asyncdist.plan.cost.constants import BUILT_IN, Constants, Link
 from asyncdist.plan.simulation.simulate import Method, Sweep, simulated_collectives
 

@@ -5,11 +5,13 @@ With `--links` every rank of a world on several hosts runs this, to measure the 
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,18 +21,27 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from asyncdist.api.groups import new_group
-from asyncdist.cli.tables import show_seconds, table_console
-from asyncdist.cli.tune_check import check_here, measured_constants, show_check
+from asyncdist.cli.tables import show_bytes, show_seconds, table_console
 from asyncdist.concurrency.loop import run
 from asyncdist.errors import DistError
 from asyncdist.group.process_group import ProcessGroup
 from asyncdist.init import init_process_group
-from asyncdist.plan.cost.constants import Link
+from asyncdist.plan.cost.constants import Constants, Link
 from asyncdist.plan.selection.tuning import constants_from_terms, constants_to_terms
 from asyncdist.transport.config import TRANSPORTS
+from asyncdist.tuning.fit import CLOSE, TOLERABLE, Choice, judge, summary
 from asyncdist.tuning.links import measure_link
-from asyncdist.tuning.session import Report, find_here
-from asyncdist.world.tuning_file import built_in_constants, default_path, read_file, save_constants, stored_constants
+from asyncdist.tuning.session import WORLDS, Cell, Report, find_here, try_here
+from asyncdist.tuning.trials import EXERCISES, Trial
+from asyncdist.world.tuning_file import (
+    VERSION,
+    built_in_constants,
+    default_path,
+    host_cores,
+    read_file,
+    save_constants,
+    stored_constants,
+)
 
 __all__ = ["tune_command"]
 
@@ -39,6 +50,9 @@ DEFAULT_SECONDS: Final = 16.0
 
 CHECK_SECONDS: Final = 60.0
 """For each transport: less would say more of the moment than of the algorithms."""
+
+CHECKED_SIZES: Final = tuple((1 << 10) << step for step in range(0, 15, 2))
+"""Bytes: 1 KiB to 16 MiB."""
 
 LINK_SECONDS: Final = 5.0
 """Some hundred round trips and a few long messages of most networks."""
@@ -129,7 +143,7 @@ def _measure_all(transports: tuple[str, ...], seconds: float, path: Path) -> Non
                 constants_to_terms(replace(found.constants, between=_stored_link(path, transport)))
             )
             details = {
-                "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                "date": _now(),
                 "connection": found.connection,
                 "machine": _machine(),
                 "measured": found.measured._asdict(),
@@ -148,16 +162,18 @@ def _stored_link(path: Path, transport: str) -> Link | None:
 
 
 def _check_all(transports: tuple[str, ...], seconds: float, path: Path, *, everything: bool) -> None:
+    """Try every algorithm of five collectives over each transport, and show what would be chosen."""
+    cells = tuple(Cell(collective, nbytes) for collective in EXERCISES for nbytes in CHECKED_SIZES)
+    each_s = seconds / len(transports) / len(WORLDS)
     for transport in transports:
-        measured = measured_constants(path, transport)
+        measured = None
+        with contextlib.suppress(FileNotFoundError):
+            measured = stored_constants(path, transport)
+        constants = measured or built_in_constants(transport)
         with _progress() as progress:
-            trials = check_here(
-                transport,
-                measured or built_in_constants(transport),
-                seconds / len(transports),
-                _reporter(progress, transport),
-            )
-        show_check(transport, trials, measured, everything=everything)
+            report = _reporter(progress, transport)
+            tried = [try_here(transport, world, cells, constants, each_s, report) for world in WORLDS]
+        _show_check(transport, list(chain(*tried)), measured, everything=everything)
 
 
 def _progress() -> Progress:
@@ -182,6 +198,10 @@ def _machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "python": platform.python_version(),
     }
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def _measure_links(transports: Sequence[str], seconds: float, path: Path, report: Callable[[str, float], None]) -> bool:
@@ -219,7 +239,7 @@ async def _measure_in_world(
 def _save_link(path: Path, transports: Sequence[str], link: Link, connection: str) -> None:
     """Put the link beside what the file says of the host, or beside built-in constants."""
     entries: dict[str, Any] = read_file(path)["transports"] if path.exists() else {}
-    measured = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "connection": connection}
+    measured = {"date": _now(), "connection": connection}
     for transport in transports:
         entry = dict(entries.get(transport) or {})
         terms = entry.pop("constants", None)
@@ -270,3 +290,70 @@ def _show(path: Path) -> None:
     for table in (memory, links):
         if table.row_count:
             console.print(table)
+
+
+def _show_check(transport: str, trials: Sequence[Trial], measured: Constants | None, *, everything: bool) -> None:
+    """Say how good the choices by these constants are, `measured` and built in; `everything`: of each candidate."""
+    console = table_console()
+    built_in = judge(trials, _with_cores(built_in_constants(transport)))
+    judged = built_in if measured is None else judge(trials, _with_cores(measured))
+    console.print(_candidates(judged) if everything else _cells(judged))
+    console.print(_line(f"{transport}, built-in constants", built_in), highlight=False)
+    if measured is not None:
+        console.print(_line(f"{transport}, as measured here", judged), highlight=False)
+    else:
+        console.print(f"{transport}: nothing of version {VERSION} was measured here yet (`asyncdist tune`)")
+
+
+def _with_cores(constants: Constants) -> Constants:
+    return replace(constants, cores=host_cores(max(WORLDS)))
+
+
+def _line(title: str, choices: Sequence[Choice]) -> str:
+    found = summary(choices)
+    return (
+        f"{title}: of {found.cells} choices {found.fastest} are the fastest, {found.close} within "
+        f"{round(100 * (CLOSE - 1))} % of it, {found.tolerable} within {round(100 * (TOLERABLE - 1))} %; "
+        f"mean {found.mean:.3f}, worst {found.worst:.2f}"
+    )
+
+
+def _cells(choices: Sequence[Choice]) -> Table:
+    table = _table("collective,ranks,bytes,chosen,predicted,measured,fastest,predicted,measured,chosen / fastest")
+    for choice in choices:
+        timed = (
+            (each.trial.algorithm, show_seconds(each.predicted_s), show_seconds(each.trial.seconds))
+            for each in (choice.chosen, choice.fastest)
+        )
+        mark = " !" if choice.ratio > TOLERABLE else ""
+        table.add_row(*_cell(choice.chosen.trial), *chain(*timed), f"{choice.ratio:.2f}{mark}")
+    return table
+
+
+def _candidates(choices: Sequence[Choice]) -> Table:
+    table = _table("collective,ranks,bytes,algorithm,chunk,predicted,measured,/ fastest,samples")
+    for choice in choices:
+        for number, (trial, predicted_s) in enumerate(choice.candidates):
+            table.add_row(
+                *(("", "", "") if number else _cell(trial)),
+                trial.algorithm if number else f"{trial.algorithm} <- chosen",
+                show_bytes(trial.chunk_bytes),
+                show_seconds(predicted_s),
+                show_seconds(trial.seconds),
+                f"{trial.seconds / choice.fastest.trial.seconds:.2f}",
+                str(trial.samples),
+                end_section=number == len(choice.candidates) - 1,
+            )
+    return table
+
+
+def _table(titles: str) -> Table:
+    table = Table()
+    for title in titles.split(","):
+        is_name = title in ("collective", "algorithm", "chosen", "fastest")
+        table.add_column(title, justify="left" if is_name else "right")
+    return table
+
+
+def _cell(trial: Trial) -> tuple[str, str, str]:
+    return trial.collective, str(trial.world), show_bytes(trial.nbytes)

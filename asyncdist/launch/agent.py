@@ -10,25 +10,25 @@ import datetime
 import os
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any, Final
 
 from asyncdist.errors import LaunchError
 from asyncdist.launch.attempt import Attempt, AttemptResult, Stage
-from asyncdist.launch.config import LaunchConfig
-from asyncdist.launch.environment import NodePlace, line_prefix, own_device, worker_environment
+from asyncdist.launch.config import ENDING, LaunchConfig
 from asyncdist.launch.failure import Failure
 from asyncdist.launch.logs import Logs
 from asyncdist.launch.orphan_killer import OrphanKiller
 from asyncdist.launch.rendezvous.job_store import StorePlace, find_or_host
 from asyncdist.launch.rendezvous.nodes import Roster
-from asyncdist.launch.signals import handle_signals
-from asyncdist.launch.worker import Exit, Worker
+from asyncdist.launch.worker import Exit, NodePlace, Worker, line_prefix, own_device, worker_environment
 from asyncdist.launch.writers import OutputWriter
 
-__all__ = ["NodeAgent", "run"]
+__all__ = ["NodeAgent", "handle_signals", "run"]
 
 _OUTPUT_CLOSE_TIMEOUT_S: Final = 2.0
 """After an interruption: how long a blocked terminal may hold up the exit. Otherwise output is waited for."""
@@ -39,6 +39,9 @@ _SHOWN_RANKS: Final = 8
 
 _PROMPT_S: Final = 1.0
 """Workers that obey a signal have ended within this; the launcher tells of the others."""
+
+PASSING: Final = (signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that mean something to the workers only (checkpoint now, preemption is near), unless they end the job."""
 
 
 async def run(config: LaunchConfig, *, stdout_fd: int = 1, stderr_fd: int = 2) -> int:
@@ -283,3 +286,34 @@ def _named(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks))}" if len(ranks) <= _SHOWN_RANKS else f"{len(ranks)} ranks"
+
+
+@contextmanager
+def handle_signals(
+    on_ending: Callable[[int], None], on_passing: Callable[[int], None], ending: Iterable[signal.Signals] = ENDING
+) -> Iterator[None]:
+    """Call back on the running loop for each signal, and restore the previous handlers afterwards.
+
+    `ending` are those that end the job; of `PASSING` the others are passed on.
+
+    A signal that was ignored when we came (nohup, a shell's background job) stays ignored. Outside the main thread,
+    where Python allows no handlers, this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    previous: dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None] = {}
+    try:
+        callbacks = dict.fromkeys(PASSING, on_passing) | dict.fromkeys(ending, on_ending)
+        for signum, callback in callbacks.items():
+            handler = signal.getsignal(signum)
+            if handler is not signal.SIG_IGN:
+                previous[signum] = handler
+                loop.add_signal_handler(signum, callback, int(signum))
+        yield
+    finally:
+        for signum, handler in previous.items():
+            loop.remove_signal_handler(signum)
+            if handler is not None:  # None: it was not installed from Python
+                signal.signal(signum, handler)

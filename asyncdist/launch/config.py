@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from asyncdist.launch.log_spec import LogSpec
-from asyncdist.launch.signals import ENDING
+from asyncdist.launch.logs import LogSpec
 
 if TYPE_CHECKING:
     from asyncdist.store.credentials import TLSConfig
@@ -25,6 +24,7 @@ __all__ = [
     "DEFAULT_LOST_AFTER_S",
     "DEFAULT_PORT",
     "DEFAULT_SHUTDOWN_TIMEOUT_S",
+    "ENDING",
     "MAX_PROCESSES_PER_NODE",
     "Endpoint",
     "LaunchConfig",
@@ -34,6 +34,7 @@ __all__ = [
     "parse_nnodes",
     "parse_nproc",
     "parse_rdzv_conf",
+    "parse_signals",
     "usable_cores",
     "worker_command",
 ]
@@ -59,6 +60,11 @@ DEFAULT_JOIN_TIMEOUT_S: Final = 600.0
 MAX_PROCESSES_PER_NODE: Final = 4096
 """A typing mistake must not fork-bomb the machine; four pipes and files each also meet the usual limits here."""
 
+ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that end a job, unless the user says which do."""
+
+_NOT_TO_HANDLE: Final = frozenset({"SIGKILL", "SIGSTOP", "SIGCHLD", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"})
+"""Those that the kernel lets no process handle, those that a process causes itself, and that of a child's end."""
 
 _INTERVAL_S: Final = 5.0
 _ATTEMPTS: Final = DEFAULT_LOST_AFTER_S / _INTERVAL_S
@@ -272,6 +278,16 @@ def _positive(found: dict[str, str], key: str) -> float | None:
     if not 0 < value < math.inf:
         raise ValueError(f"--rdzv-conf {key} must be a number above 0, not {found[key]!r}")
     return value
+
+
+def parse_signals(text: str) -> tuple[signal.Signals, ...]:
+    """Parse `SIGTERM,SIGUSR1`. Raises ValueError for a name that is none, and for a signal that cannot be handled."""
+    found: list[signal.Signals] = []
+    for name in (each.strip() for each in text.split(",")):
+        if name not in signal.Signals.__members__ or name in _NOT_TO_HANDLE:
+            raise ValueError(f"{name!r} is not a signal that can be handled (SIGTERM, SIGINT, SIGUSR1, ...)")
+        found.append(signal.Signals[name])
+    return tuple(dict.fromkeys(found))
 
 
 def interface_with(host: str) -> str:

@@ -10,7 +10,6 @@ from typing import Final
 from asyncdist.errors import DistError, LaunchError
 from asyncdist.launch.agent import NodeAgent
 from asyncdist.launch.attempt import Stage
-from asyncdist.launch.environment import NodePlace
 from asyncdist.launch.failure import Conclusion, End, Failure, is_consequence
 from asyncdist.launch.orphan_killer import OrphanKiller
 from asyncdist.launch.rendezvous.job_store import Outage, StorePlace, open_store, with_run_token
@@ -18,7 +17,7 @@ from asyncdist.launch.rendezvous.links import LinkHost
 from asyncdist.launch.rendezvous.nodes import Roster
 from asyncdist.launch.rendezvous.round import Entry, Plan, Round, Stop
 from asyncdist.launch.rendezvous.rounds import JobOverError, Outcome, Rounds
-from asyncdist.launch.worker import Exit
+from asyncdist.launch.worker import Exit, NodePlace
 
 __all__ = ["ElasticAgent"]
 

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any, Final
 from asyncdist.errors import DistError
 from asyncdist.launch.agent import NodeAgent
 from asyncdist.launch.attempt import AttemptResult
-from asyncdist.launch.environment import NodePlace
 from asyncdist.launch.failure import Failure
 from asyncdist.launch.orphan_killer import OrphanKiller
 from asyncdist.launch.rendezvous.job_store import Outage, StorePlace, open_store, with_run_token
 from asyncdist.launch.rendezvous.links import LinkHost, beside
 from asyncdist.launch.rendezvous.nodes import ENDED_WELL, Nodes, Roster
-from asyncdist.launch.worker import Exit
+from asyncdist.launch.worker import Exit, NodePlace
 
 if TYPE_CHECKING:
     from asyncdist.store.base import Store

@@ -27,9 +27,9 @@ from asyncdist.concurrency.loop import run
 from asyncdist.concurrency.trace import warn_of_misspelt
 from asyncdist.errors import LaunchError
 from asyncdist.launch.config import DEFAULT_GRACE_S, MAX_PROCESSES_PER_NODE, Endpoint, parse_endpoint
-from asyncdist.launch.environment import NodePlace, worker_environment
 from asyncdist.launch.exec_guard import die_with_parent
 from asyncdist.launch.failure import is_consequence
+from asyncdist.launch.worker import NodePlace, worker_environment
 from asyncdist_server.wire.auth import load_token
 
 __all__ = ["SpawnContext", "spawn"]

@@ -125,7 +125,7 @@ def test_constants_are_those_measured():
 
 @pytest.mark.slow("measures each of 60 candidates")
 def test_a_check_measures_every_candidate_and_changes_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("asyncdist.cli.tune_check.CHECKED_SIZES", (1024,))
+    monkeypatch.setattr("asyncdist.cli.tune_command.CHECKED_SIZES", (1024,))
     command = ("--check", "--transport", "tcp", "--seconds", "0.1", "--output", str(tmp_path / "mine.json"))
     result = invoke(tmp_path, *command)
     assert result.exit_code == 0, result.output

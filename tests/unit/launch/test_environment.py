@@ -8,7 +8,7 @@ import pytest
 
 from asyncdist.errors import LaunchError
 from asyncdist.launch.config import Endpoint
-from asyncdist.launch.environment import NodePlace, line_prefix, worker_environment
+from asyncdist.launch.worker import NodePlace, line_prefix, worker_environment
 
 
 def place(nproc: int = 4, token: str | None = "secret") -> NodePlace:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncdist.launch.log_spec import LogSpec, Streams, parse_local_ranks, parse_needles, parse_streams
+from asyncdist.launch.logs import LogSpec, Streams, parse_local_ranks, parse_needles, parse_streams
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch_later import Later
 
-from asyncdist.launch.log_spec import LogSpec, Streams, parse_streams
+from asyncdist.launch.logs import LogSpec, Streams, parse_streams
 
 api: Any = Later("torch.distributed.elastic.multiprocessing.api")
 

@@ -12,8 +12,7 @@ import pytest
 
 from asyncdist.errors import LaunchError
 from asyncdist.launch import logs as logs_module
-from asyncdist.launch.log_spec import LogSpec, Streams
-from asyncdist.launch.logs import MAX_NAME_CHARACTERS, Logs, run_folder_name
+from asyncdist.launch.logs import MAX_NAME_CHARACTERS, Logs, LogSpec, Streams, run_folder_name
 from asyncdist.launch.writers import OutputWriter
 
 Make = Callable[[LogSpec], tuple[Logs, list[str]]]

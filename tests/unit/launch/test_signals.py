@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from asyncdist.launch.signals import ENDING, handle_signals, parse_signals
+from asyncdist.launch.agent import handle_signals
+from asyncdist.launch.config import ENDING, parse_signals
 
 
 def test_names() -> None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 from click.testing import CliRunner
+from prove_plans import parse_worlds, prove_command
 
-from asyncdist.cli.prove_command import parse_worlds, prove_command
 from asyncdist.plan.algorithms.host_trees import _Hosts
 from asyncdist.plan.algorithms.registry import ALGORITHMS, algorithms, build
 from asyncdist.plan.problem import Problem

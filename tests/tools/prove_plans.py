@@ -1,4 +1,4 @@
-"""`python -m asyncdist.cli.prove_command`: prove every plan, in as many processes as there are cores. `make prove`."""
+"""`make prove`: prove every plan, in as many processes as there are cores."""
 
 from __future__ import annotations
 
