@@ -7,34 +7,24 @@ import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, ParamSpec, TypeVar
 
-from asyncdist.api import AWAITED, WITHDRAWN, point_to_point
+from asyncdist.api import point_to_point
 from asyncdist.blocking.group import ProcessGroup, Session, current_session, inner_of, session_of
 from asyncdist.blocking.work import Work, refuse_loop
 from asyncdist.gpu.streams import carried
 from asyncdist.group.unretrieved import watch
 
-__all__ = ["P2POp", "asked", "collective", "completed", "issued", "original"]
+__all__ = ["P2POp", "asked", "collective", "completed", "issued"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _ISSUED: Final = "Issued at the call; returns what is to be waited for at once."
-_COMPLETED: Final = "Waits and returns the result. Ctrl-C ends the waiting; the operation goes on."
-_WITHDRAWN: Final = """\
-Waits and returns the result. Ctrl-C ends the waiting; if message and receive had not matched, the operation is
-withdrawn, and no other message is lost."""
+_COMPLETED: Final = """\
+Waits and returns the result. Ctrl-C ends the waiting: a message that had not matched is withdrawn, and another
+operation goes on."""
 _COLLECTIVE: Final = """\
 Waits and returns None, or what it makes; with `async_op=True` returns a `Work` at once. Ctrl-C ends the waiting; the
 operation goes on."""
-"""How a call ends, in place of what is said of awaiting."""
-
-_ORIGINAL: Final = "_asyncdist_original"
-
-
-def original(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The asynchronous function that `function` was made from, or `function`."""
-    made_from: Callable[..., Any] = getattr(function, _ORIGINAL, function)
-    return made_from
 
 
 def asked(function: Callable[P, T]) -> Callable[P, T]:
@@ -49,28 +39,29 @@ def asked(function: Callable[P, T]) -> Callable[P, T]:
         answer: T = session.call(function, *args, **kwargs)
         return answer
 
-    return _marked(lifted, function, "", "")
+    lifted.__module__ = "asyncdist.blocking"
+    return lifted
 
 
 def issued(function: Callable[P, Any]) -> Callable[P, Any]:
     """Issues its operations and returns their Works at once."""
 
-    @functools.wraps(function)
+    @_stands_for(function, _ISSUED)
     def lifted(*args: P.args, **kwargs: P.kwargs) -> Any:
         return _run(Session.call, function, args, kwargs)
 
-    return _marked(lifted, function, _ISSUED, _ISSUED)
+    return lifted
 
 
 def completed(function: Callable[P, Awaitable[T]]) -> Callable[P, T]:
     """Waits for the end of what it begins, and returns that one's result."""
 
-    @functools.wraps(function)
+    @_stands_for(function, _COMPLETED)
     def lifted(*args: P.args, **kwargs: P.kwargs) -> T:
         result: T = _run(Session.complete, function, args, kwargs)
         return result
 
-    return _marked(lifted, function, _COMPLETED, _WITHDRAWN)
+    return lifted
 
 
 def collective(
@@ -82,32 +73,35 @@ def collective(
     """
     signature = inspect.signature(function)
     parameters = list(signature.parameters.values())
-    positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    place = len(positional)
+    place = sum(each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters)
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD if has_place else inspect.Parameter.KEYWORD_ONLY
     async_op = inspect.Parameter("async_op", kind, default=False, annotation="bool")
 
-    @functools.wraps(function)
+    @_stands_for(function, _COLLECTIVE)
     def lifted(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
         if has_place and len(args) == place + 1:
             *args, async_op = args  # type: ignore[assignment]
         if async_op:
-            work: Work[Any] = _run(Session.call, function, tuple(args), kwargs)
-            return work
+            return _run(Session.call, function, tuple(args), kwargs)
         result = _run(Session.complete, function, tuple(args), kwargs)
         return result if returns_result else None
 
     every = [*parameters[:place], async_op, *parameters[place:]]
     lifted.__signature__ = signature.replace(parameters=every, return_annotation="Any")  # type: ignore[attr-defined]
-    return _marked(lifted, function, _COLLECTIVE, _COLLECTIVE)
-
-
-def _marked(lifted: Callable[P, T], function: Callable[..., Any], awaited: str, withdrawn: str) -> Callable[P, T]:
-    lifted.__module__ = "asyncdist.blocking"
-    if lifted.__doc__:
-        lifted.__doc__ = inspect.cleandoc(lifted.__doc__).replace(AWAITED, awaited).replace(WITHDRAWN, withdrawn)
-    setattr(lifted, _ORIGINAL, function)
     return lifted
+
+
+def _stands_for(function: Callable[..., Any], ends: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Give what is decorated the name and the signature of `function`, and a docstring of its own."""
+
+    def decorated(lifted: Callable[P, T]) -> Callable[P, T]:
+        functools.update_wrapper(lifted, function)
+        summary = (function.__doc__ or "").partition("\n")[0]
+        lifted.__doc__ = f"{summary}\n\n{ends}\n\nArguments and errors are those of `asyncdist.{function.__name__}`."
+        lifted.__module__ = "asyncdist.blocking"
+        return lifted
+
+    return decorated
 
 
 def _run(how: Callable[..., Any], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -155,4 +149,4 @@ class P2POp(point_to_point.P2POp):
         group_peer: int | None = None,
     ) -> None:
         begin = asked(super().__init__)
-        begin(original(op), tensor, peer, group, tag, group_peer)  # type: ignore[arg-type] # replaced on the way
+        begin(inspect.unwrap(op), tensor, peer, group, tag, group_peer)  # type: ignore[arg-type] # replaced on the way

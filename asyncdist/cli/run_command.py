@@ -72,8 +72,8 @@ def _parsed(*names: str, parse: Callable[[str], object], **more: Any) -> Option:
 
 
 def _seconds(name: str, default: float, help: str, **more: Any) -> Option:
-    shown = {"default": default, "show_default": True, "metavar": "SECONDS"}
-    return click.option(name, type=click.FloatRange(0), help=help, **shown, **more)
+    more |= {"default": default, "show_default": True, "metavar": "SECONDS"}
+    return click.option(name, type=click.FloatRange(0), help=help, **more)
 
 
 def _unused(name: str, **more: Any) -> Option:

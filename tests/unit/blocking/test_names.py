@@ -8,7 +8,6 @@ import pytest
 
 import asyncdist
 from asyncdist import blocking
-from asyncdist.blocking.lifting import original
 
 ONLY_ASYNCHRONOUS = {
     "run",  # there is no event loop to run
@@ -39,7 +38,7 @@ def test_nothing_awaitable_is_left(name: str) -> None:
     function = getattr(blocking, name)
     assert not inspect.iscoroutinefunction(function)
     if "async_op" in inspect.signature(function).parameters:
-        parameters = list(inspect.signature(original(function)).parameters)
+        parameters = list(inspect.signature(inspect.unwrap(function)).parameters)
         assert [p for p in inspect.signature(function).parameters if p != "async_op"] == parameters
 
 
@@ -47,7 +46,7 @@ def test_nothing_awaitable_is_left(name: str) -> None:
 def test_what_gives_a_work_there_waits_here_or_gives_one_too(name: str) -> None:
     """A function lifted as a mere question would hand out what only an event loop can wait for."""
     function = getattr(blocking, name)
-    returns = str(inspect.signature(original(function)).return_annotation)
+    returns = str(inspect.signature(inspect.unwrap(function)).return_annotation)
     if returns.startswith(("Work", "list[Work", "Awaitable", "Async")):
         assert "refuse_loop" in function.__code__.co_names or "_run" in function.__code__.co_names
 
