@@ -8,6 +8,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 
@@ -92,7 +93,7 @@ def init_process_group(
     else:
         method = parse_init_method(init_method, rank, world_size, has_store=store is not None)
     device = chosen_device(device_id)
-    return GroupOpening(method, store, timeout_s, group_name, backend, progress, allow_pickle, device)
+    return GroupOpening(method, store, timeout_s, group_name or "default", backend, progress, allow_pickle, device)
 
 
 def _timeout_from_environ(environ: Mapping[str, str]) -> float | None:
@@ -110,29 +111,19 @@ def _timeout_from_environ(environ: Mapping[str, str]) -> float | None:
     return None if math.isinf(seconds) else seconds
 
 
+@dataclass(eq=False, repr=False)
 class GroupOpening:
     """A world about to be joined: await it, or enter it with `async with`, once."""
 
-    def __init__(
-        self,
-        method: InitMethod,
-        store: Store | None,
-        timeout_s: float | None,
-        group_name: str,
-        backend: str | None,
-        progress: str = "loop",
-        allow_pickle: bool = False,
-        device: int | None = None,
-    ) -> None:
-        self._method = method
-        self._store = store
-        self._timeout_s = timeout_s
-        self._name = group_name or "default"
-        self._backend = backend
-        self._progress = progress
-        self._allow_pickle = allow_pickle
-        self._device = device
-        self._group: ProcessGroup | None = None
+    _method: InitMethod
+    _store: Store | None
+    _timeout_s: float | None
+    _name: str
+    _backend: str | None
+    _progress: str
+    _allow_pickle: bool
+    _device: int | None
+    _group: ProcessGroup | None = None
 
     def __await__(self) -> Generator[Any, None, ProcessGroup]:
         return self._open().__await__()

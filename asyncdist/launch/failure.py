@@ -10,9 +10,9 @@ import json
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Final, Literal
+from typing import Final, Literal, Self
 
-__all__ = ["Conclusion", "End", "Failure", "conclude", "is_consequence"]
+__all__ = ["Conclusion", "End", "Failure", "Record", "conclude", "is_consequence"]
 
 
 _EXCEPTION_LINE: Final = re.compile(rb"[ |+]*([\w.]+(?:Error|Exception|Interrupt|Exit))(?::|$)")
@@ -20,7 +20,23 @@ _CONSEQUENCES: Final = (b"asyncdist.errors.PeerLostError", b"asyncdist.errors.Gr
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class Record:
+    """What launchers write for each other, as JSON."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """What another node wrote."""
+        fields = json.loads(text)
+        if fields.get("failure") is not None:
+            fields["failure"] = Failure(**fields["failure"])
+        return cls(**fields)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure(Record):
     """The first failure of an attempt, as every node reports it. `rank` is -1 for a lost node.
 
     `files` are what there is to read about it on `host`.
@@ -42,7 +58,7 @@ def is_consequence(last_lines: Iterable[bytes]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class End(Record):
     """How a node's workers ended.
 
     `completed`: all of them ended with 0, none because it was told to. `left`: a signal to the launcher ended them, and
@@ -55,17 +71,9 @@ class End:
     failure: Failure | None = None
     consequence: bool = False
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: bytes) -> End:
-        """What another node wrote."""
-        return cls(**_with_failure(json.loads(text)))
-
 
 @dataclass(frozen=True, slots=True)
-class Conclusion:
+class Conclusion(Record):
     """What follows: the job is "done", or "over" because of `failure`, or all nodes meet "again".
 
     `counted` says whether that is one of the restarts that --max-restarts allows.
@@ -74,14 +82,6 @@ class Conclusion:
     kind: Literal["done", "over", "again"]
     counted: bool = False
     failure: Failure | None = None
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: bytes) -> Conclusion:
-        """What another node wrote."""
-        return cls(**_with_failure(json.loads(text)))
 
 
 def conclude(ends: Mapping[int, End], gone: Collection[int], restarts: int, max_restarts: int) -> Conclusion:
@@ -102,9 +102,3 @@ def conclude(ends: Mapping[int, End], gone: Collection[int], restarts: int, max_
     if restarts < max_restarts:
         return Conclusion("again", True, failure)
     return Conclusion("over", False, failure)
-
-
-def _with_failure(fields: dict[str, Any]) -> dict[str, Any]:
-    if fields["failure"] is not None:
-        fields["failure"] = Failure(**fields["failure"])
-    return fields

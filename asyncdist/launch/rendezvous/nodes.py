@@ -307,7 +307,7 @@ class Nodes:
         """Tell the others, if they can be reached; the first report of an attempt wins."""
         with contextlib.suppress(DistError, TimeoutError):
             async with asyncio.timeout(_REPORT_TIMEOUT_S):
-                await self.words.compare_set(f"{self._root}{attempt}/failed", b"", json.dumps(asdict(failure)))
+                await self.words.compare_set(f"{self._root}{attempt}/failed", b"", failure.to_json())
 
     @asynccontextmanager
     async def watching(self, attempt: int, on_failure: Callable[[Failure], None]) -> AsyncIterator[None]:
@@ -341,7 +341,7 @@ class Nodes:
         except DistError as error:
             on_failure(self.unreachable(error))
         else:
-            on_failure(Failure(**json.loads(record)))
+            on_failure(Failure.from_json(record))
 
     def own_failure(self, why: str) -> Failure:
         """A failure of this node's launcher."""

@@ -20,8 +20,8 @@ import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Final, Literal, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, Self, TypeVar
 
 from asyncdist.errors import (
     DistError,
@@ -30,12 +30,12 @@ from asyncdist.errors import (
     StoreTimeoutError,
     WatchCompactedError,
 )
-from asyncdist.launch.failure import Conclusion, End, conclude
-from asyncdist.launch.rendezvous.job_store import Outage
-from asyncdist.launch.rendezvous.links import PRESENCE_GRACE_S, LinkHost, LinkPlace, Links, Presence, beside
+from asyncdist.launch.failure import Conclusion, End, Record, conclude
+from asyncdist.launch.rendezvous.links import PRESENCE_GRACE_S, LinkPlace, Links, Presence, beside
 from asyncdist.store.member import MemberEvent
 
 if TYPE_CHECKING:
+    from asyncdist.launch.rendezvous.rounds import Rounds
     from asyncdist.store.base import Store
     from asyncdist.store.member import Membership
 
@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(Record):
     """What a node brings along."""
 
     nproc: int
@@ -61,7 +61,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Record):
     """What all nodes of a round do: its number in the run, restarts until now, and each node's workers."""
 
     number: int
@@ -69,18 +69,15 @@ class Plan:
     nprocs: tuple[int, ...]
     link: LinkPlace
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
     @classmethod
-    def from_json(cls, text: bytes) -> Plan:
+    def from_json(cls, text: str | bytes) -> Self:
         """What node 0 wrote."""
         fields = json.loads(text)
         return cls(fields["number"], fields["restarts"], tuple(fields["nprocs"]), LinkPlace(**fields["link"]))
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(Record):
     """Why all nodes stop their workers: one "failed", or a node "joined", "left" or was "lost"."""
 
     kind: Literal["failed", "joined", "left", "lost"]
@@ -88,36 +85,19 @@ class Stop:
 
 
 class Round:
-    """This node's part in one round. Its methods raise DistError once this node is no member any more.
+    """This node's part in one round. Its methods raise DistError once this node is no member any more."""
 
-    `draw_number` gives the round a number that no other round of the run has; called on node 0 only, as is `host`.
-    `enter_again` makes this node known to a store that came back without its data.
-    """
-
-    def __init__(
-        self,
-        member: Membership,
-        presence: Presence,
-        most: int,
-        draw_number: Callable[[], Awaitable[int]],
-        enter_again: Callable[[], Awaitable[Membership]],
-        outage: Outage,
-        host: LinkHost,
-        lost_after_s: float,
-    ) -> None:
+    def __init__(self, member: Membership, presence: Presence, rounds: Rounds) -> None:
         self._member = member
         self._presence = presence
+        self._rounds = rounds
+        self._outage = rounds.outage
+        self._lost_after_s = rounds.lost_after_s
         self._store = member.store
         self._keys = f"round/{member.epoch}/"
-        self._most = most
-        self._draw_number = draw_number
-        self._enter_again = enter_again
-        self._outage = outage
-        self._restarts = outage.restarts  # of the store, when this node became a member of it
+        self._restarts = rounds.outage.restarts  # of the store, when this node became a member of it
         self._is_member = asyncio.Event()
         self._is_member.set()
-        self._host = host
-        self._lost_after_s = lost_after_s
         self._links: Links | None = None
         self._root = ""
         self._all_know = False  # that a node is gone, so that they meet again whatever this one says
@@ -177,7 +157,7 @@ class Round:
         """Connect to the launcher of node 0; None if a node went meanwhile."""
         self._root = f"{plan.number}/"
         try:
-            store = await self._while_member(self._host.open(plan.link), until=lambda: bool(self.gone))
+            store = await self._while_member(self._rounds.host.open(plan.link), until=lambda: bool(self.gone))
             if store is None:
                 return None
             self._links = Links(
@@ -212,20 +192,20 @@ class Round:
 
     async def agree(self, entry: Entry) -> Plan | None:
         """Return what all nodes do; None if they must meet again before that."""
-        await self._while_member(self._store.set(f"{self._keys}node/{self.rank}", json.dumps(asdict(entry))))
+        await self._while_member(self._store.set(f"{self._keys}node/{self.rank}", entry.to_json()))
         if self.rank == 0:
             keys = [f"{self._keys}node/{rank}" for rank in range(len(self.members))]
             texts = await self._while_member(self._store.multi_get(keys, timeout=None), until=self._is_off)
             if texts is None:
                 return None
-            entries = [Entry(**json.loads(text)) for text in texts]
-            number = await self._while_member(self._draw_number())
+            entries = [Entry.from_json(text) for text in texts]
+            number = await self._while_member(self._rounds.next_number())
             assert number is not None  # as there is no `until`
             plan = Plan(
                 max(number, *(each.after + 1 for each in entries)),  # the counter is gone when the store lost its data
                 max(each.restarts for each in entries),
                 tuple(each.nproc for each in entries),
-                await self._host.place(),
+                await self._rounds.host.place(),
             )
             await self._while_member(self._store.set(self._keys + "plan", plan.to_json()))
             return plan
@@ -240,7 +220,7 @@ class Round:
 
     async def stop(self, why: Stop) -> None:
         """Let all nodes stop their workers, if they can be told; this one does in any case."""
-        if not await self._say("stop", json.dumps(asdict(why))):
+        if not await self._say("stop", why.to_json()):
             self._on_stop(why)
 
     async def decree(self, conclusion: Conclusion) -> None:
@@ -371,7 +351,11 @@ class Round:
             self.gone[rank] = kind = "lost" if event.member in self._killed else event.kind
             self._news.set()
             await self.stop(Stop(kind, f"{self.described(rank)} {'left' if kind == 'left' else 'was lost'}"))
-        elif event.kind == "joined" and len(self.members) - len(self.gone) < self._most and not await self._ending():
+        elif (
+            event.kind == "joined"
+            and len(self.members) - len(self.gone) < self._rounds.most
+            and not await self._ending()
+        ):
             await self.stop(Stop("joined", f"another node joins ({shown(event.member)})"))
 
     async def _on_gone(self, node: int | None, why: str) -> None:
@@ -400,7 +384,7 @@ class Round:
             self._is_member.clear()
             self._restarts = self._outage.restarts
             try:
-                self._member = await self._enter_again()
+                self._member = await self._rounds.enter_again()
                 if set(self._member.members) != set(self.members):
                     await self._store.set(f"round/{self._member.epoch}/void", b"")
             except DistError as why:
@@ -416,7 +400,7 @@ class Round:
     async def _watch_stop(self) -> None:
         with contextlib.suppress(DistError):  # the watch of the links fails as well
             text = await self._words.get(self._root + "stop", timeout=None)
-            self._on_stop(Stop(**json.loads(text)))
+            self._on_stop(Stop.from_json(text))
 
     async def _watch_outage(self) -> None:
         await self._outage.watch(self._store, lambda why: self._is_lost(DistStoreError(why)))

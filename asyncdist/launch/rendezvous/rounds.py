@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import secrets
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
 
@@ -30,6 +29,7 @@ from asyncdist.errors import (
     StoreTimeoutError,
     WatchCompactedError,
 )
+from asyncdist.launch.failure import Record
 from asyncdist.launch.rendezvous.job_store import Outage
 from asyncdist.launch.rendezvous.links import PRESENCE_GRACE_S, LinkHost, Presence, beside, first_done
 from asyncdist.launch.rendezvous.round import Round, shown
@@ -56,7 +56,7 @@ _REACH_TIMEOUT_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(Record):
     """How a run ended: the launchers' exit code, and why in words if it is not 0."""
 
     exitcode: int
@@ -80,13 +80,13 @@ class Rounds:
         assert config.min_nodes is not None
         self._store = store
         self._say = say
-        self._outage = outage
-        self._host = host
+        self.outage = outage
+        self.host = host
         self._job_id = config.job_id
-        self._least, self._most = config.min_nodes, config.nnodes
+        self._least, self.most = config.min_nodes, config.nnodes
         self._join_timeout_s = config.join_timeout_s
         self._last_call_s = config.last_call_s
-        self._lost_after_s = config.lost_after_s
+        self.lost_after_s = config.lost_after_s
         self._root = f"launch/{config.job_id or 'default'}/"
         self._member: Membership | None = None
         self._presence: Presence | None = None
@@ -104,7 +104,7 @@ class Rounds:
         """
         if self._round is not None:
             self._losses += [f"{self._round.described(rank)}, {kind}" for rank, kind in self._round.gone.items()]
-        await self._outage.wait(self._store, self._patience_s, self._hint)
+        await self.outage.wait(self._store, self._patience_s, self._hint)
         if self._member is None:
             self._member = await self._join()
             self._member.outlive_outages()
@@ -114,16 +114,7 @@ class Rounds:
             except StoreTimeoutError as error:
                 raise LaunchError(self._too_few(error)) from None
         assert self._presence is not None
-        self._round = Round(
-            self._member,
-            self._presence,
-            self._most,
-            self._next_number,
-            self._enter_again,
-            self._outage,
-            self._host,
-            self._lost_after_s,
-        )
+        self._round = Round(self._member, self._presence, self)
         return self._round
 
     async def lost(self, error: DistError) -> None:
@@ -131,7 +122,7 @@ class Rounds:
         member, self._member, self._round = self._member, None, None
         if self._presence is not None:
             self._presence.end()
-        await self._outage.wait(self._store, self._patience_s, self._hint)
+        await self.outage.wait(self._store, self._patience_s, self._hint)
         if not isinstance(error, LeaseLostError | WatchCompactedError | ConnectTimeoutError):
             raise LaunchError(str(error)) from error
         if member is not None:
@@ -140,12 +131,12 @@ class Rounds:
 
     async def finish(self, outcome: Outcome) -> None:
         """Note that the run is over, for launchers that wait and those to come. Every node says the same."""
-        if self._member is None or not await self._outage.answers(self._store):
+        if self._member is None or not await self.outage.answers(self._store):
             return
         with contextlib.suppress(DistError, TimeoutError):
             async with asyncio.timeout(_LEAVE_TIMEOUT_S):
                 await self._store.compare_set(self._root + "elastic", self.run_id, b"")
-                await self._member.store.set("over", json.dumps(asdict(outcome)))
+                await self._member.store.set("over", outcome.to_json())
                 await self._store.delete_key(f"{self._root}rounds/{self.run_id}")
 
     async def leave(self, *, others_s: float) -> None:
@@ -157,7 +148,7 @@ class Rounds:
                         await self._wait_alone(self._member)
             with contextlib.suppress(DistError, TimeoutError):
                 async with asyncio.timeout(_LEAVE_TIMEOUT_S):
-                    if self._member is not None and await self._outage.answers(self._store):
+                    if self._member is not None and await self.outage.answers(self._store):
                         await self._member.leave()
         finally:
             await self._store.close()
@@ -172,7 +163,7 @@ class Rounds:
             run_id = await self._current_run()
             job = quote(run_id, safe="")
             view = PrefixStore(f"job/{job}", self._store)
-            self._presence = Presence(self._store, job, default_name(), min(PRESENCE_GRACE_S, self._lost_after_s))
+            self._presence = Presence(self._store, job, default_name(), min(PRESENCE_GRACE_S, self.lost_after_s))
             await self._presence.show()
             try:
                 member = await self._unless_over(view, self._enter(self._presence))
@@ -188,15 +179,15 @@ class Rounds:
         return self._store.join(
             presence.job,
             self._least,
-            self._most,
+            self.most,
             self._join_timeout_s,
             name=presence.name,
             settle=self._last_call_s,
-            grace=self._lost_after_s,
+            grace=self.lost_after_s,
             bound=False,  # a launcher that is stopped, or whose host is down, breaks no connection
         )
 
-    async def _enter_again(self) -> Membership:
+    async def enter_again(self) -> Membership:
         """Become a member, by the same name, of a store that came back without its data. Raises DistError."""
         assert self._presence is not None
         found = await self._store.compare_set(self._root + "elastic", b"", self.run_id)
@@ -229,7 +220,7 @@ class Rounds:
             return member
         if not joined.cancelled() and joined.exception() is None:  # those who ended the run have gone
             await joined.result().leave()
-        raise JobOverError(Outcome(**json.loads(over.result())))
+        raise JobOverError(Outcome.from_json(over.result()))
 
     async def _tell_who_goes(self, view: Store) -> None:
         """Follow what becomes of the others while this node waits for them, and expel those that were killed."""
@@ -247,7 +238,8 @@ class Rounds:
                     self._losses.append(f"{who}, {kind}")
                     self._say(f"{who} {'was lost' if kind == 'lost' else kind} while the nodes met")
 
-    async def _next_number(self) -> int:
+    async def next_number(self) -> int:
+        """A number that no other round of the run has."""
         return await self._store.add(f"{self._root}rounds/{self.run_id}", 1) - 1
 
     def _too_few(self, error: StoreTimeoutError) -> str:
@@ -255,9 +247,9 @@ class Rounds:
         return f"fewer than {self._least} nodes met within {self._join_timeout_s:g} s, missing: {_missing(error)}{lost}"
 
     def _no_place(self, error: StoreTimeoutError) -> str:
-        if len(error.keys) >= self._most:
+        if len(error.keys) >= self.most:
             return (
-                f"no place in the job became free within {self._join_timeout_s:g} s: {self._most} nodes, the most that "
+                f"no place in the job became free within {self._join_timeout_s:g} s: {self.most} nodes, the most that "
                 f"it may have, are at work ({_missing(error)})"
             )
         return self._too_few(error)

@@ -441,10 +441,15 @@ async def test_who_goes_while_ends_are_gathered_disturbs_nobody() -> None:
     class Links:
         store = Store()
 
+    class Others:
+        outage = Outage("", 1.0, print)
+        lost_after_s = 1.0
+
     anything: Any = None
     member: Any = Member()
+    others: Any = Others()
     links: Any = Links()
-    rounds.append(Round(member, anything, 3, anything, anything, Outage("", 1.0, print), anything, 1.0))
+    rounds.append(Round(member, anything, others))
     rounds[0]._links = links
     rounds[0].gone[2] = "left"
     found = await rounds[0]._all_ends()
