@@ -33,16 +33,7 @@ from asyncdist.plan.selection.tuning import MAX_CORES, Tuning
 from asyncdist.transport.config import TRANSPORTS, single_copy_from_environ
 from asyncdist.world.tuning_file import default_path, own_tuning, stored_constants
 
-__all__ = [
-    "Explained",
-    "bus_factor",
-    "candidate_table",
-    "described",
-    "explain_command",
-    "memory_note",
-    "single_copy_note",
-    "size_table",
-]
+__all__ = ["explain_command"]
 
 MAX_WORLD: Final = 1 << 20
 """Largest world that is explained: formulas take any, but a vector of that many counts takes memory."""
@@ -141,13 +132,13 @@ def explain_command(
         console.print(f"{collective}{size}: a rank alone has nobody to send to, and is done at once", highlight=False)
         return
     console.print(f"{collective}{size}, {world} ranks, {where}", highlight=False)
-    tables = size_table(collective, world, every) if len(every) > 1 else candidate_table(collective, world, every[0])
+    tables = _size_table(collective, world, every) if len(every) > 1 else _candidate_table(collective, world, every[0])
     console.print(tables)
     notes = [_override_note(collective, every[0], tuning)]
-    notes += [memory_note(collective, every[0]), single_copy_note(every[0])] if len(every) == 1 else []
+    notes += [_memory_note(collective, every[0]), _single_copy_note(every[0])] if len(every) == 1 else []
     for note in filter(None, notes):
         console.print(note, highlight=False)
-    for line in (*described(tuning.constants, world, tuning.ranks_per_host, shared=shared), f"constants: {origin}"):
+    for line in (*_described(tuning.constants, world, tuning.ranks_per_host, shared=shared), f"constants: {origin}"):
         console.print(line, style="dim", highlight=False)
 
 
@@ -174,7 +165,7 @@ def _shares_memory(wanted: bool | None, world: int, tuning: Tuning, transport: s
 
 def _explained(
     collective: str, world: int, nbytes: int, itemsize: int, root: int, tuning: Tuning, op: str, *, shared: bool
-) -> Explained:
+) -> _Explained:
     per_host = tuning.ranks_per_host
     problem = Problem.of_bytes(collective, world, nbytes, itemsize, root, ranks_per_host=per_host)
     ordered = op == "ordered"
@@ -187,10 +178,10 @@ def _explained(
     if named is not None and not usable(collective, named, ordered=ordered, shared=shared):
         named = None
     chosen = next((one for one in found if one.algorithm == named), found[0])
-    return Explained(problem.total * itemsize, found, chosen)
+    return _Explained(problem.total * itemsize, found, chosen)
 
 
-def _override_note(collective: str, one: Explained, tuning: Tuning) -> str | None:
+def _override_note(collective: str, one: _Explained, tuning: Tuning) -> str | None:
     named = tuning.override(collective)
     if named is None:
         return None
@@ -240,7 +231,7 @@ LEAST_RATE: Final = 1e-3
 """Below this many GB/s it is latency that counts, and digits say nothing."""
 
 
-class Explained(NamedTuple):
+class _Explained(NamedTuple):
     """The candidates of one size, the best first, and the one that would be used."""
 
     nbytes: int
@@ -256,7 +247,7 @@ def bus_factor(collective: str, world: int) -> float:
     return 2 * share if collective == "all_reduce" else share
 
 
-def candidate_table(collective: str, world: int, one: Explained) -> Table:
+def _candidate_table(collective: str, world: int, one: _Explained) -> Table:
     """Every algorithm for one size."""
     table = Table()
     table.add_column("algorithm", no_wrap=True, min_width=24)
@@ -277,7 +268,7 @@ def candidate_table(collective: str, world: int, one: Explained) -> Table:
     return table
 
 
-def size_table(collective: str, world: int, every: Sequence[Explained]) -> Table:
+def _size_table(collective: str, world: int, every: Sequence[_Explained]) -> Table:
     """What is chosen for each size, and how much longer the next best takes."""
     table = Table()
     table.add_column("bytes", justify="right", no_wrap=True)
@@ -300,7 +291,7 @@ def size_table(collective: str, world: int, every: Sequence[Explained]) -> Table
     return table
 
 
-def memory_note(collective: str, one: Explained) -> str | None:
+def _memory_note(collective: str, one: _Explained) -> str | None:
     """Say why a faster one was not chosen, if its memory is the reason."""
     faster = [each for each in one.found if each.seconds < one.chosen.seconds]
     greedy = [each for each in faster if each.scratch_bytes > SCRATCH_MAX_BYTES]
@@ -313,13 +304,13 @@ def memory_note(collective: str, one: Explained) -> str | None:
     )
 
 
-def single_copy_note(one: Explained) -> str | None:
+def _single_copy_note(one: _Explained) -> str | None:
     """Say which algorithms copy nothing into shared memory."""
     names = ", ".join(each.algorithm for each in one.found if each.single_copy)
     return f"{names}: what a rank puts out is read where it lies, if the system lets ranks do so" if names else None
 
 
-def described(constants: Constants, world: int, ranks: int, *, shared: bool) -> list[str]:
+def _described(constants: Constants, world: int, ranks: int, *, shared: bool) -> list[str]:
     """Lines that say what messages, hosts and memory cost, as far as that counts for hosts of `ranks` ranks."""
     inside = (
         f"message {show_seconds(constants.alpha_s)}, of which {show_seconds(constants.overhead_s)} of processor time "

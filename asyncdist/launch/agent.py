@@ -24,8 +24,7 @@ from asyncdist.launch.failure import Failure
 from asyncdist.launch.logs import Logs
 from asyncdist.launch.orphan_killer import OrphanKiller
 from asyncdist.launch.rendezvous.job_store import StorePlace, find_or_host
-from asyncdist.launch.rendezvous.nodes import Roster
-from asyncdist.launch.worker import Exit, NodePlace, Worker, line_prefix, own_device, worker_environment
+from asyncdist.launch.worker import Exit, NodePlace, Roster, Worker, line_prefix, own_device, worker_environment
 from asyncdist.launch.writers import OutputWriter
 
 __all__ = ["NodeAgent", "handle_signals", "run"]
@@ -143,7 +142,7 @@ class NodeAgent:
 
     def _announce(self, place: StorePlace, roster: Roster, what: str) -> None:
         """Say which part of what this node has."""
-        first, last = roster.first_rank, roster.first_rank + self._config.nproc_per_node - 1
+        first, last = roster.first_rank, roster.first_rank + roster.nproc - 1
         ranks = f"ranks {first}-{last}" if last > first else f"rank {first}"
         self.say(
             f"{what} node {roster.node_rank} of {len(roster.nprocs)}, {ranks} of {roster.world_size}, "
@@ -158,15 +157,10 @@ class NodeAgent:
 
     def _node_place(self, place: StorePlace, roster: Roster, restarts: int | None = None) -> NodePlace:
         return NodePlace(
-            node_rank=roster.node_rank,
-            nnodes=len(roster.nprocs),
-            first_rank=roster.first_rank,
-            nproc=self._config.nproc_per_node,
-            world_size=roster.world_size,
-            run_id=roster.run_id,
-            store=place.endpoint,
-            master=self._config.endpoint or place.endpoint,
-            token=place.run_token,
+            roster,
+            place.endpoint,
+            self._config.endpoint or place.endpoint,
+            place.run_token,
             tls=place.tls is not None,
             role=self._config.role,
             virtual_local_rank=self._config.virtual_local_rank,
@@ -178,7 +172,7 @@ class NodeAgent:
         """The workers of this node, not started yet; `number` counts attempts, or rounds."""
         self.logs.start_attempt(number)
         return Attempt(
-            [partial(self._start_worker, rank, number, place) for rank in range(place.nproc)],
+            [partial(self._start_worker, rank, number, place) for rank in range(place.roster.nproc)],
             grace_s=self._config.grace_s,
             shutdown_timeout_s=self._config.shutdown_timeout_s,
             on_failure=on_failure,
@@ -187,7 +181,7 @@ class NodeAgent:
 
     def _start_worker(self, local_rank: int, attempt: int, place: NodePlace) -> Worker:
         assert self._killer is not None
-        rank = place.first_rank + local_rank
+        rank = place.roster.first_rank + local_rank
         command = list(self._config.command)
         if self._config.pass_local_rank:
             command.append(f"--local_rank={local_rank}")
@@ -206,14 +200,14 @@ class NodeAgent:
                 killer=self._killer,
             )
         except OSError as error:  # no more processes, descriptors or memory
-            raise LaunchError(f"cannot start local rank {local_rank} of {place.nproc}: {error}") from error
+            raise LaunchError(f"cannot start local rank {local_rank} of {place.roster.nproc}: {error}") from error
 
     def _on_escalation(self, signum: signal.Signals, ranks: Sequence[int]) -> None:
         self.say(f"{_shown(ranks)} still running: {signum.name}")
 
     def _as_failure(self, exit: Exit, place: NodePlace) -> Failure:
-        files = ", ".join(self.logs.files(exit.rank - place.first_rank))
-        return Failure(place.node_rank, exit.rank, self._host, exit.pid, exit.exitcode, str(exit), files)
+        files = ", ".join(self.logs.files(exit.rank - place.roster.first_rank))
+        return Failure(place.roster.node_rank, exit.rank, self._host, exit.pid, exit.exitcode, str(exit), files)
 
     def _tell(self, word: Coroutine[Any, Any, None]) -> None:
         """Let others know, while this node goes on; words are bounded in time, and raise nothing."""

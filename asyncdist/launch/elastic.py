@@ -14,10 +14,9 @@ from asyncdist.launch.failure import Conclusion, End, Failure, is_consequence
 from asyncdist.launch.orphan_killer import OrphanKiller
 from asyncdist.launch.rendezvous.job_store import Outage, StorePlace, open_store, with_run_token
 from asyncdist.launch.rendezvous.links import LinkHost
-from asyncdist.launch.rendezvous.nodes import Roster
 from asyncdist.launch.rendezvous.round import Entry, Plan, Round, Stop
 from asyncdist.launch.rendezvous.rounds import JobOverError, Outcome, Rounds
-from asyncdist.launch.worker import Exit, NodePlace
+from asyncdist.launch.worker import Exit, NodePlace, Roster
 
 __all__ = ["ElasticAgent"]
 

@@ -17,8 +17,8 @@ from asyncdist.launch.failure import Failure
 from asyncdist.launch.orphan_killer import OrphanKiller
 from asyncdist.launch.rendezvous.job_store import Outage, StorePlace, open_store, with_run_token
 from asyncdist.launch.rendezvous.links import LinkHost, beside
-from asyncdist.launch.rendezvous.nodes import ENDED_WELL, Nodes, Roster
-from asyncdist.launch.worker import Exit, NodePlace
+from asyncdist.launch.rendezvous.nodes import ENDED_WELL, Nodes
+from asyncdist.launch.worker import Exit, NodePlace, Roster
 
 if TYPE_CHECKING:
     from asyncdist.store.base import Store
@@ -130,7 +130,7 @@ class FixedAgent(NodeAgent):
         """Wait until every node's attempt is over, because the store must outlive all of them."""
         if self._interrupted_by is not None and not result.all_succeeded:
             name = signal.Signals(self._interrupted_by).name
-            failure = Failure(place.node_rank, -1, self._host, 0, 128 + self._interrupted_by, f"ended by {name}")
+            failure = Failure(place.roster.node_rank, -1, self._host, 0, 128 + self._interrupted_by, f"ended by {name}")
             await nodes.report_failure(number, failure)
         outcome = ENDED_WELL if result.all_succeeded else b"failed"
         over = asyncio.create_task(nodes.end(number, outcome))

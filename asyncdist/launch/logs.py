@@ -23,17 +23,7 @@ from asyncdist.errors import LaunchError
 from asyncdist.launch.streams import Destination
 from asyncdist.launch.writers import FilteredLog, LogFile, OutputWriter, WriterThread
 
-__all__ = [
-    "MAX_NAME_CHARACTERS",
-    "MAX_SAME_NAMES",
-    "LogSpec",
-    "Logs",
-    "Streams",
-    "parse_local_ranks",
-    "parse_needles",
-    "parse_streams",
-    "run_folder_name",
-]
+__all__ = ["LogSpec", "Logs", "parse_local_ranks", "parse_needles", "parse_streams"]
 
 _STREAMS: Final = re.compile(r"[0-3]", re.ASCII)
 _STREAMS_BY_RANK: Final = re.compile(r"\d{1,4}:[0-3](?:,\d{1,4}:[0-3])*", re.ASCII)

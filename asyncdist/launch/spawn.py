@@ -29,7 +29,7 @@ from asyncdist.errors import LaunchError
 from asyncdist.launch.config import DEFAULT_GRACE_S, MAX_PROCESSES_PER_NODE, Endpoint, parse_endpoint
 from asyncdist.launch.exec_guard import die_with_parent
 from asyncdist.launch.failure import is_consequence
-from asyncdist.launch.worker import NodePlace, worker_environment
+from asyncdist.launch.worker import NodePlace, Roster, worker_environment
 from asyncdist_server.wire.auth import load_token
 
 __all__ = ["SpawnContext", "spawn"]
@@ -219,7 +219,7 @@ def _place(nprocs: int) -> tuple[NodePlace, asyncdist_server.ThreadedServer | No
         hosted = asyncdist_server.serve_in_thread("127.0.0.1", 0, token=token)
         store = Endpoint("127.0.0.1", hosted.port)
     # Of a daemon the children read for themselves how to reach it.
-    return NodePlace(0, 1, 0, nprocs, nprocs, run_id, store, store, token, tls=hosted is None), hosted
+    return NodePlace(Roster(0, (nprocs,), run_id), store, store, token, tls=hosted is None), hosted
 
 
 def _changed(environment: dict[str, str]) -> dict[str, str | None]:

@@ -20,15 +20,7 @@ from typing import IO, Final, TypeAlias
 
 from asyncdist.launch.writers import FilteredLog, LogFile, OutputWriter, WriterThread
 
-__all__ = [
-    "MAX_LINE_BYTES",
-    "TAIL_LINES",
-    "Destination",
-    "LinePrefixer",
-    "RedirectedStream",
-    "Stream",
-    "StreamPump",
-]
+__all__ = ["Destination", "Stream"]
 
 MAX_LINE_BYTES: Final = 1024 * 1024
 """A line may grow this long before it is cut: longer ones are binary data or a runaway, and memory is bounded."""

@@ -20,7 +20,7 @@ from asyncdist.launch.orphan_killer import OrphanKiller
 from asyncdist.launch.streams import Destination, Stream
 from asyncdist.store.credentials import TLS_VARIABLES
 
-__all__ = ["VMSTAT", "Exit", "NodePlace", "Worker", "line_prefix", "oom_kills", "own_device", "worker_environment"]
+__all__ = ["Exit", "NodePlace", "Roster", "Worker", "line_prefix", "own_device", "worker_environment"]
 
 _GUARD: Final = Path(__file__).with_name("exec_guard.py")
 
@@ -48,6 +48,30 @@ _INHERITED: Final = (
 
 
 @dataclass(frozen=True, slots=True)
+class Roster:
+    """The nodes that take part: this node's rank, every node's number of workers, and the name of the run."""
+
+    node_rank: int
+    nprocs: tuple[int, ...]
+    run_id: str
+
+    @property
+    def nproc(self) -> int:
+        """Workers of this node."""
+        return self.nprocs[self.node_rank]
+
+    @property
+    def first_rank(self) -> int:
+        """Global rank of this node's first worker."""
+        return sum(self.nprocs[: self.node_rank])
+
+    @property
+    def world_size(self) -> int:
+        """Workers of all nodes."""
+        return sum(self.nprocs)
+
+
+@dataclass(frozen=True, slots=True)
 class NodePlace:
     """This node's place in a job: which ranks are its own, and where the store is.
 
@@ -57,12 +81,7 @@ class NodePlace:
     `restarts` is how many restarts an elastic job has had: its rounds, the attempts, may be more.
     """
 
-    node_rank: int
-    nnodes: int
-    first_rank: int
-    nproc: int
-    world_size: int
-    run_id: str
+    roster: Roster
     store: Endpoint
     master: Endpoint
     token: str | None
@@ -85,6 +104,8 @@ def worker_environment(
 
     Raises LaunchError if each worker is to see a GPU of its own and there are too few.
     """
+    roster = place.roster
+    rank = str(roster.first_rank + local_rank)
     environment = dict(base)
     for inherited in _INHERITED:
         environment.pop(inherited, None)
@@ -92,20 +113,20 @@ def worker_environment(
         for name in TLS_VARIABLES:
             environment.pop(name, None)
     environment.update(
-        RANK=str(place.first_rank + local_rank),
+        RANK=rank,
         LOCAL_RANK=str(local_rank),
-        WORLD_SIZE=str(place.world_size),
-        LOCAL_WORLD_SIZE=str(place.nproc),
-        GROUP_RANK=str(place.node_rank),
-        GROUP_WORLD_SIZE=str(place.nnodes),
+        WORLD_SIZE=str(roster.world_size),
+        LOCAL_WORLD_SIZE=str(roster.nproc),
+        GROUP_RANK=str(roster.node_rank),
+        GROUP_WORLD_SIZE=str(len(roster.nprocs)),
         ROLE_NAME=place.role,
-        ROLE_RANK=str(place.first_rank + local_rank),
-        ROLE_WORLD_SIZE=str(place.world_size),
+        ROLE_RANK=rank,
+        ROLE_WORLD_SIZE=str(roster.world_size),
         MASTER_ADDR=place.master.host,
         MASTER_PORT=str(place.master.port),
         ASYNCDIST_STORE=str(place.store),
-        ASYNCDIST_JOB_ID=f"{place.run_id}.{attempt}",
-        TORCHELASTIC_RUN_ID=place.run_id,
+        ASYNCDIST_JOB_ID=f"{roster.run_id}.{attempt}",
+        TORCHELASTIC_RUN_ID=roster.run_id,
         TORCHELASTIC_RESTART_COUNT=str(attempt if place.restarts is None else place.restarts),
         TORCHELASTIC_MAX_RESTARTS=str(max_restarts),
     )
@@ -118,7 +139,7 @@ def worker_environment(
     if place.interface is not None:
         environment["ASYNCDIST_SOCKET_IFNAME"] = place.interface
     environment.setdefault("PYTHONUNBUFFERED", "1")
-    if place.nproc > 1:
+    if roster.nproc > 1:
         # As torchrun: several workers that each start a thread per core would fight over the cores.
         environment.setdefault("OMP_NUM_THREADS", "1")
     return environment

@@ -33,15 +33,7 @@ if TYPE_CHECKING:
     from asyncdist.store.tcp_store import TCPStore
     from asyncdist_server import ThreadedServer
 
-__all__ = [
-    "LAUNCHERS_NAMESPACE",
-    "Outage",
-    "StorePlace",
-    "find_or_host",
-    "open_store",
-    "probe_store",
-    "with_run_token",
-]
+__all__ = ["LAUNCHERS_NAMESPACE", "Outage", "StorePlace", "find_or_host", "open_store", "with_run_token"]
 
 LAUNCHERS_NAMESPACE: Final = "asyncdist-launch"
 """Where launchers keep their keys: no job's, as workers have their job id for a namespace."""

@@ -31,7 +31,7 @@ import json
 import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -40,11 +40,12 @@ from asyncdist.errors import DistError, LaunchError, StoreTimeoutError
 from asyncdist.launch.config import DEFAULT_LOST_AFTER_S
 from asyncdist.launch.failure import Failure
 from asyncdist.launch.rendezvous.links import LinkHost, LinkPlace, Links, beside, first_done, open_link
+from asyncdist.launch.worker import Roster
 
 if TYPE_CHECKING:
     from asyncdist.store.base import Store
 
-__all__ = ["ENDED_WELL", "Meeting", "Nodes", "Roster"]
+__all__ = ["ENDED_WELL", "Meeting", "Nodes"]
 
 
 ROLL_CALL_S: Final = 5.0
@@ -67,30 +68,6 @@ _REPORT_TIMEOUT_S: Final = 5.0
 """The last report is tried for this long; the others notice a silent launcher by themselves."""
 
 
-@dataclass(frozen=True, slots=True)
-class Roster:
-    """The nodes that take part: this node's rank, every node's number of workers, and the name of the run.
-
-    `hosts` are the nodes' names, `link` is where the launchers reach each other, if not in the job's store.
-    """
-
-    node_rank: int
-    nprocs: tuple[int, ...]
-    run_id: str
-    hosts: tuple[str, ...] = ()
-    link: LinkPlace | None = None
-
-    @property
-    def first_rank(self) -> int:
-        """Global rank of this node's first worker."""
-        return sum(self.nprocs[: self.node_rank])
-
-    @property
-    def world_size(self) -> int:
-        """Workers of all nodes."""
-        return sum(self.nprocs)
-
-
 class _ContradictionError(Exception):
     """Another launcher of this meeting says something else."""
 
@@ -106,6 +83,10 @@ class Meeting:
         self._root = f"launch/{job_id or 'default'}/"
         self._number = 0
         self.keys = self._root
+        self.hosts: list[str] = []
+        """The names of all nodes, once they have met."""
+        self.link: LinkPlace | None = None
+        """Where the launchers reach each other then, if not in the job's store."""
 
     async def join(self, node_rank: int | None, nproc: int, host: str, timeout_s: float) -> Roster:
         """Take a node rank and wait for the other nodes.
@@ -126,7 +107,10 @@ class Meeting:
                     entry = {"nproc": nproc, "host": host} | (await self._for_all() if mine == 0 else {})
                     entries = await self._meet(mine, entry, deadline, timeout_s)
                     if entries is not None:
-                        return _roster(mine, entries)
+                        self.hosts = [each["host"] for each in entries]
+                        link = entries[0]["link"]
+                        self.link = None if link is None else LinkPlace(**link)
+                        return Roster(mine, tuple(each["nproc"] for each in entries), entries[0]["run_id"])
             except _ContradictionError as error:
                 # The other launcher may have been killed, or be of an earlier run. If not, both will meet again.
                 if await self._decide(str(error).encode()) != _TOGETHER:
@@ -238,17 +222,6 @@ class Meeting:
         return self._job_id + (f"-{before}" if before else "")
 
 
-def _roster(mine: int, entries: list[dict[str, Any]]) -> Roster:
-    link = entries[0]["link"]
-    return Roster(
-        mine,
-        tuple(each["nproc"] for each in entries),
-        entries[0]["run_id"],
-        tuple(each["host"] for each in entries),
-        None if link is None else LinkPlace(**link),
-    )
-
-
 def _nodes_in(error: StoreTimeoutError) -> list[int]:
     return sorted(int(key.rpartition("/")[2]) for key in error.keys)
 
@@ -282,7 +255,7 @@ class Nodes:
         """Take a node rank and wait for the other nodes; see `Meeting.join`."""
         self._roster = roster = await self._meeting.join(node_rank, nproc, host, timeout_s)
         self._links = Links(
-            self.store if roster.link is None else await open_link(roster.link),
+            self.store if self._meeting.link is None else await open_link(self._meeting.link),
             roster.node_rank,
             self._nnodes,
             grace_s=PRESENCE_GRACE_S,
@@ -349,15 +322,13 @@ class Nodes:
         return self._of_node(self._roster.node_rank, why)
 
     def _of_node(self, node: int, why: str) -> Failure:
-        assert self._roster is not None
-        return Failure(node, -1, self._roster.hosts[node], 0, 1, why)
+        return Failure(node, -1, self._meeting.hosts[node], 0, 1, why)
 
     def unreachable(self, why: object) -> Failure:
         """Remember that the others cannot be reached, and return that as a failure."""
         self._lost = True
-        assert self._roster is not None
         self._news.set()
-        if self._roster.link is None:
+        if self._meeting.link is None:
             return self.own_failure(f"the connection to the job's store was lost: {why}")
         return self._of_node(0, f"its launcher was killed, or cannot be reached: {why}")
 

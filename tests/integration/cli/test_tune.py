@@ -139,7 +139,7 @@ def test_a_check_shows_choices_before_and_after_and_marks_bad_ones(tmp_path, mon
         return Trial("all_reduce", 2, 1 << 20, algorithm, 1 << 18, seconds, 9)
 
     trials = [trial("ring", 500e-6), trial("recursive_doubling", 100e-6), trial("direct", 200e-6)]
-    monkeypatch.setattr("asyncdist.cli.tune_command.check_here", lambda *_: trials)
+    monkeypatch.setattr("asyncdist.cli.tune_command.try_here", lambda _, world, *rest: trials if world == 2 else [])
     path = tmp_path / "mine.json"
     slow_links = replace(ASYNCIO, alpha_s=1e-2)
     save_constants(path, "tcp", slow_links, {})

@@ -8,21 +8,12 @@ import pytest
 
 from asyncdist.errors import LaunchError
 from asyncdist.launch.config import Endpoint
-from asyncdist.launch.worker import NodePlace, line_prefix, worker_environment
+from asyncdist.launch.worker import NodePlace, Roster, line_prefix, worker_environment
 
 
 def place(nproc: int = 4, token: str | None = "secret") -> NodePlace:
-    return NodePlace(
-        node_rank=1,
-        nnodes=2,
-        first_rank=3,
-        nproc=nproc,
-        world_size=7,
-        run_id="ab12",
-        store=Endpoint("10.0.0.1", 29500),
-        master=Endpoint("node0", 29501),
-        token=token,
-    )
+    roster = Roster(1, (3, nproc), "ab12")
+    return NodePlace(roster, Endpoint("10.0.0.1", 29500), Endpoint("node0", 29501), token)
 
 
 def test_what_a_worker_is_told() -> None:
