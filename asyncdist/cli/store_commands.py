@@ -60,12 +60,7 @@ class Target:
 
         async def main() -> T:
             async with kind(
-                endpoint.host,
-                endpoint.port,
-                token=token,
-                tls=tls,
-                namespace=self.namespace,
-                timeout=self.timeout_s,
+                endpoint.host, endpoint.port, token=token, tls=tls, namespace=self.namespace, timeout=self.timeout_s
             ) as store:
                 return await work(store)
 

@@ -79,11 +79,7 @@ class NodeAgent:
     """State of one launcher. `run` may be called once; each kind of job has a `_take_part` of its own."""
 
     def __init__(
-        self,
-        config: LaunchConfig,
-        stdout: OutputWriter,
-        stderr: OutputWriter,
-        environ: Mapping[str, str] = os.environ,
+        self, config: LaunchConfig, stdout: OutputWriter, stderr: OutputWriter, environ: Mapping[str, str] = os.environ
     ) -> None:
         self._config = config
         self._stderr = stderr

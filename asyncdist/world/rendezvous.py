@@ -165,13 +165,7 @@ class Rendezvous:
             self._republishing = None
 
     async def _join(
-        self,
-        host: str,
-        loopback: bool,
-        options: dict[str, Any],
-        listen: Listen,
-        deadline: Deadline,
-        allow_pickle: bool,
+        self, host: str, loopback: bool, options: dict[str, Any], listen: Listen, deadline: Deadline, allow_pickle: bool
     ) -> Met:
         self._store.set_timeout(deadline.remaining_s(_now()))
         while True:

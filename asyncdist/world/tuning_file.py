@@ -47,12 +47,7 @@ OFF: Final = "off"
 
 
 def own_tuning(
-    environ: Mapping[str, str],
-    world_size: int,
-    *,
-    one_host: bool,
-    transport: str,
-    overrides: Mapping[str, str],
+    environ: Mapping[str, str], world_size: int, *, one_host: bool, transport: str, overrides: Mapping[str, str]
 ) -> Tuning:
     """Return what this process would have its world use, as rank 0 does.
 

@@ -19,13 +19,7 @@ from typing import TYPE_CHECKING, Final
 from asyncdist.errors import DistError, DistStoreError, LaunchError, StoreTimeoutError
 from asyncdist.launch.config import Endpoint, LaunchConfig
 from asyncdist_server.serving.sockets import is_loopback
-from asyncdist_server.wire.auth import (
-    AuthenticationError,
-    Refusal,
-    derive_token,
-    new_token,
-    store_context,
-)
+from asyncdist_server.wire.auth import AuthenticationError, Refusal, derive_token, new_token, store_context
 
 if TYPE_CHECKING:
     from asyncdist.store.base import Store

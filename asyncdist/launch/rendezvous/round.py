@@ -23,13 +23,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, Self, TypeVar
 
-from asyncdist.errors import (
-    DistError,
-    DistStoreError,
-    LeaseLostError,
-    StoreTimeoutError,
-    WatchCompactedError,
-)
+from asyncdist.errors import DistError, DistStoreError, LeaseLostError, StoreTimeoutError, WatchCompactedError
 from asyncdist.launch.failure import Conclusion, End, Record, conclude
 from asyncdist.launch.rendezvous.links import PRESENCE_GRACE_S, LinkPlace, Links, Presence, beside
 from asyncdist.store.member import MemberEvent
