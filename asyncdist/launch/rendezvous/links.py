@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from asyncdist.errors import DistError, LaunchError, StoreTimeoutError
+from asyncdist.launch.failure import Record
 from asyncdist.launch.rendezvous.job_store import LAUNCHERS_NAMESPACE, StorePlace
 from asyncdist.store.prefix_store import PrefixStore
 from asyncdist_server.wire.auth import new_token
@@ -42,6 +43,9 @@ BYE_TIMEOUT_S: Final = 5.0
 
 OPEN_TIMEOUT_S: Final = 20.0
 """The launchers have just met, so one that is not connected within this cannot reach that of node 0."""
+
+_WORD_TIMEOUT_S: Final = 5.0
+"""A word about a loss or a failure is tried for this long; the others notice a silent launcher by themselves."""
 
 _GIVEN_UP_TIMEOUT_S: Final = 1.0
 """If the launcher of node 0 answers within this, it lives, and this launcher was the silent one."""
@@ -147,6 +151,7 @@ class Links:
         self._nnodes = nnodes
         self._grace_s = grace_s
         self._lost_after_s = lost_after_s
+        self._root = root
         self._there = f"{root}there/"
         self._bye = f"{root}bye/"
         self._heard: Lease | None = None
@@ -212,6 +217,14 @@ class Links:
             await on_gone(
                 self._node, f"its launcher was silent for {self._lost_after_s:g} s, and the others gave it up"
             )
+
+    async def say(self, key: str, word: Record) -> bool:
+        """Write a word for all launchers, unless there is one; return whether there is one. Bounded; never raises."""
+        with contextlib.suppress(DistError, TimeoutError):
+            async with asyncio.timeout(_WORD_TIMEOUT_S):
+                await self.store.compare_set(self._root + key, b"", word.to_json())
+            return True
+        return False
 
     async def leave(self, gone: Collection[int], *, last: bool) -> None:
         """Take leave of the others; the one that hosts is the `last`, and waits, bounded, for those not `gone`."""

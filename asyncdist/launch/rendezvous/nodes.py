@@ -64,8 +64,6 @@ PRESENCE_GRACE_S: Final = 5.0
 which cannot go on with fewer nodes, so this is more than what an elastic one allows."""
 
 _FORGET_TIMEOUT_S: Final = 5.0
-_REPORT_TIMEOUT_S: Final = 5.0
-"""The last report is tried for this long; the others notice a silent launcher by themselves."""
 
 
 class _ContradictionError(Exception):
@@ -278,9 +276,8 @@ class Nodes:
 
     async def report_failure(self, attempt: int, failure: Failure) -> None:
         """Tell the others, if they can be reached; the first report of an attempt wins."""
-        with contextlib.suppress(DistError, TimeoutError):
-            async with asyncio.timeout(_REPORT_TIMEOUT_S):
-                await self.words.compare_set(f"{self._root}{attempt}/failed", b"", failure.to_json())
+        assert self._links is not None
+        await self._links.say(f"{attempt}/failed", failure)
 
     @asynccontextmanager
     async def watching(self, attempt: int, on_failure: Callable[[Failure], None]) -> AsyncIterator[None]:

@@ -35,9 +35,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Entry", "Plan", "Round", "Stop", "shown"]
 
-_WORD_TIMEOUT_S: Final = 5.0
-"""A word about a loss or a failure is tried for this long; the others notice a silent launcher by themselves."""
-
 _MEMBERS: Final = "members/"
 _KINDS: Final[dict[str, Literal["joined", "left", "lost"]]] = {"set": "joined", "delete": "left", "expire": "lost"}
 
@@ -214,26 +211,20 @@ class Round:
 
     async def stop(self, why: Stop) -> None:
         """Let all nodes stop their workers, if they can be told; this one does in any case."""
-        if not await self._say("stop", why.to_json()):
+        if not await self._say("stop", why):
             self._on_stop(why)
 
     async def decree(self, conclusion: Conclusion) -> None:
         """Conclude the round without asking anybody, if the others can be told."""
-        await self._say("conclusion", conclusion.to_json())
+        await self._say("conclusion", conclusion)
 
     async def end(self, end: End) -> None:
         """Say how this node's workers ended, if the others can be told."""
-        await self._say(f"end/{self.rank}", end.to_json())
+        await self._say(f"end/{self.rank}", end)
 
-    async def _say(self, key: str, word: str) -> bool:
+    async def _say(self, key: str, word: Record) -> bool:
         """Write a word for all nodes, unless there is one; return whether there is one."""
-        if not self._may_speak:
-            return False
-        with contextlib.suppress(DistError, TimeoutError):
-            async with asyncio.timeout(_WORD_TIMEOUT_S):
-                await self._words.compare_set(self._root + key, b"", word)
-            return True
-        return False
+        return self._links is not None and self._may_speak and await self._links.say(key, word)
 
     @property
     def _may_speak(self) -> bool:
