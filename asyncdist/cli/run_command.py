@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import click
+from click.core import ParameterSource
 
 from asyncdist.launch.config import (
     DEFAULT_GRACE_S,
@@ -31,6 +32,7 @@ from asyncdist.launch.config import (
     worker_command,
 )
 from asyncdist.launch.logs import LogSpec, parse_local_ranks, parse_needles, parse_streams
+from asyncdist.launch.scheduler import find_place
 
 __all__ = ["run_command"]
 
@@ -239,7 +241,8 @@ def run_command(script: str, args: tuple[str, ...], **options: Any) -> None:
     Each worker reads its place in the job from its environment (RANK, WORLD_SIZE, LOCAL_RANK, ..., as torchrun sets
     them) and the address of the store from ASYNCDIST_STORE. Without a daemon this launcher hosts the store. The exit
     code is that of the worker that failed first (128 + n for signal n). As with torchrun, an environment variable can
-    stand for each option: PET_NNODES for --nnodes.
+    stand for each option: PET_NNODES for --nnodes. What srun, mpirun or a Kubernetes Job says of the nodes needs no
+    option.
     """
     config = _config(script, args, options)
     sys.exit(_launch(config))
@@ -263,19 +266,20 @@ def _config(script: str, args: tuple[str, ...], options: dict[str, Any]) -> Laun
 
     environ = os.environ
     for variable, meant in misspelt(environ).items():
-        said = f"environment variable {variable} is not known and has no effect: did you mean {meant}?"
-        click.echo(f"asyncdist run: {said}", err=True)
+        _say(f"environment variable {variable} is not known and has no effect: did you mean {meant}?")
     standalone: bool = options["standalone"]
-    least, most = options["nnodes"]
-    if standalone and (most > 1 or options["rdzv_endpoint"] or options["master_addr"]):
+    if standalone and (options["nnodes"][1] > 1 or options["rdzv_endpoint"] or options["master_addr"]):
         raise click.UsageError(
             "--standalone means one node with a store of its own: it excludes --nnodes above 1, "
             "--rdzv-endpoint and --master-addr"
         )
     try:
+        if not standalone:
+            _take_scheduled_place(options, environ)
+        least, most = options["nnodes"]
         times = parse_rdzv_conf(options["rdzv_conf"] or "") if least < most else RdzvTimes()
         for key in times.unused:
-            click.echo(f"asyncdist run: --rdzv-conf {key} has no meaning here and is not used", err=True)
+            _say(f"--rdzv-conf {key} has no meaning here and is not used")
         store_text = "" if standalone else environ.get("ASYNCDIST_STORE", "")
         return LaunchConfig(
             command=worker_command(script, args, module=options["module"], no_python=options["no_python"]),
@@ -313,6 +317,41 @@ def _config(script: str, args: tuple[str, ...], options: dict[str, Any]) -> Laun
         raise click.UsageError(str(error)) from error
     except OSError as error:
         raise click.ClickException(f"{Path(error.filename or '.')}: {error.strerror}") from error
+
+
+def _take_scheduled_place(options: dict[str, Any], environ: Mapping[str, str]) -> None:
+    """Say of the nodes what no option says, as the scheduler does that has started this launcher."""
+    source = click.get_current_context().get_parameter_source
+    nnodes_given = source("nnodes") is not ParameterSource.DEFAULT
+    if not nnodes_given and source("node_rank") is ParameterSource.ENVIRONMENT:
+        raise ValueError(f"PET_NODE_RANK is {options['node_rank']}, but of how many nodes? set PET_NNODES")
+    place = None if environ.get("RANK") else find_place(environ)
+    if place is None:
+        nodes = environ.get("SLURM_JOB_NUM_NODES", "1")
+        if nodes != "1" and not nnodes_given:
+            _say(f"one of the {nodes} nodes of this Slurm job is used: srun starts a launcher on each")
+        return
+    said = f"{place.by} has started this launcher as number {place.rank}"
+    if not nnodes_given:
+        if place.size is None:
+            hint = "give --nnodes, or PET_NNODES, or --standalone for a job of this node alone"
+            raise ValueError(f"{said}, but of how many? {hint}")
+        options["nnodes"] = place.size, place.size
+    least, most = options["nnodes"]
+    if most == 1 or options["rdzv_endpoint"] or options["master_addr"]:
+        return
+    if options["node_rank"] is None and least == most and place.size in (None, most):
+        options["node_rank"] = place.rank
+    options["rdzv_id"] = options["rdzv_id"] or place.job or None
+    if not environ.get("ASYNCDIST_STORE"):
+        if place.host is None:
+            raise ValueError(f"{said}, but where do they meet? give --master-addr, or PET_MASTER_ADDR, of number 0")
+        options["master_addr"], options["master_port"] = place.host, options["master_port"] or place.port
+    _say(f"{said} of {most}" + ("" if (place.local_size or 1) == 1 else f", {place.local_size} of them on this host"))
+
+
+def _say(text: str) -> None:
+    click.echo(f"asyncdist run: {text}", err=True)
 
 
 def _endpoint(options: dict[str, Any]) -> Endpoint | None:

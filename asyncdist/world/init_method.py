@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final
 from urllib.parse import parse_qsl, urlsplit
@@ -25,6 +25,7 @@ from asyncdist.concurrency.deadline import Deadline
 from asyncdist.concurrency.integers import as_int
 from asyncdist.concurrency.tasks import telling, uninterrupted
 from asyncdist.errors import ConnectTimeoutError, DistError, DistNetworkError, DistStoreError
+from asyncdist.launch.scheduler import torchrun_variables
 from asyncdist.store import FileStore, Store, TCPStore, TLSConfig
 from asyncdist.store.credentials import load_tls
 from asyncdist.store.tcp_store import host_store
@@ -147,9 +148,12 @@ def parse_init_method(
     world_size: int,
     *,
     has_store: bool = False,
-    environ: Mapping[str, str] = os.environ,
+    environ: MutableMapping[str, str] = os.environ,
 ) -> InitMethod:
     """Work out where to meet; arguments (rank, world_size >= 0) override the environment.
+
+    Where neither arguments nor RANK tell, a scheduler may (`asyncdist.launch.scheduler`): torchrun's variables are then
+    set in `environ` as the scheduler's say.
 
     Raises ValueError for anything missing, contradictory or malformed, naming the variable or parameter, and TypeError
     for ranks and sizes that are no ints, such as texts from the environment.
@@ -169,6 +173,8 @@ def parse_init_method(
     query = dict(parse_qsl(parts.query, keep_blank_values=True))
     query.pop("use_libuv", None)  # torch's: which of its servers, here there is one
     rank, world_size = _from_query(query, rank, world_size, init_method)
+    if parts.scheme == "env" and rank < 0 and world_size < 0:
+        environ.update(torchrun_variables(environ))  # also for what else asks for LOCAL_RANK, say
     namespace = environ.get("ASYNCDIST_JOB_ID", "")
     if parts.scheme == "env":
         rank = _from_environ(environ, "RANK", rank)
