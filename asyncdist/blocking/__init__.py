@@ -58,6 +58,7 @@ from asyncdist.errors import (
 )
 from asyncdist.group.methods.streams import StreamChunk
 from asyncdist.group.non_member import NonMember
+from asyncdist.group.survivors import RankLost
 from asyncdist.launch.spawn import spawn
 from asyncdist.store import TLSConfig
 
@@ -90,6 +91,7 @@ __all__ = [
     "PrefixStore",
     "ProcessGroup",
     "QueueEmptyError",
+    "RankLost",
     "ReduceOp",
     "RemoteProtocolError",
     "Store",
