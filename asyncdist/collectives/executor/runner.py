@@ -86,15 +86,15 @@ class Execution:
         "_pending",
         "_prefix",
         "_program",
-        "_remaining",
         "_shared",
         "_staging",
         "_stopped",
-        "_waiting",
         "buffers",
         "itemsize",
         "kernel",
         "pool",
+        "remaining",
+        "waiting",
     )
 
     def __init__(
@@ -120,8 +120,10 @@ class Execution:
         self.kernel = kernel
         self.pool = pool
         self._pending = program.pending.copy()
-        self._remaining = len(program.pending)
-        self._waiting: set[int] = set()
+        self.remaining = len(program.pending)
+        """Steps that are not done, and whatever else must come before the end (`hold`)."""
+        self.waiting: set[int] = set()
+        """Steps that were issued and are not done."""
         self._staging: dict[int, Array] = {}
         self._budget = SLICE_BYTES
         self._line: deque[Callable[[], None]] = deque()  # work on memory, one slice in a turn of the loop
@@ -154,7 +156,7 @@ class Execution:
 
     def waiting_for(self) -> tuple[int, ...]:
         """Group ranks whose messages have not come; failing those, the ranks that have not taken ours."""
-        waiting = [self._program.instructions[index] for index in self._waiting]
+        waiting = [self._program.instructions[index] for index in self.waiting]
         receives = {step.peer for step in waiting if step.kind not in (SEND, PUBLISH)}
         if not receives and self._shared is not None:
             receives = self._shared.slow_readers()
@@ -175,11 +177,11 @@ class Execution:
                 if shared is not None and step.kind >= PUBLISH:
                     done = shared.issue(index, step)
                     if not done:
-                        self._waiting.add(index)
+                        self.waiting.add(index)
                 else:
                     done = self._issue(index, step)
                 if done:
-                    self._remaining -= 1
+                    self.remaining -= 1
                     for successor in step.successors:
                         pending[successor] -= 1
                         if not pending[successor]:
@@ -192,14 +194,14 @@ class Execution:
                 error.__traceback__ = None  # the group may keep it, and the frames it came through hold arrays
             self.message_failed(None, error)
             return
-        if not self._remaining and not self._stopped:
+        if not self.remaining and not self._stopped:
             self._stopped = True
             self.ended(None)
 
     def _complete(self, index: int) -> None:
         if self._stopped:
             return
-        self._remaining -= 1
+        self.remaining -= 1
         pending = self._pending
         ready = []
         for successor in self._program.instructions[index].successors:
@@ -241,7 +243,7 @@ class Execution:
                 left,
             )
         if not done:
-            self._waiting.add(index)
+            self.waiting.add(index)
         return done
 
     def _reduce_staged(self, index: int) -> bool:
@@ -327,17 +329,17 @@ class Execution:
 
     def hold(self) -> None:
         """Do not end before `release`: others may read our arrays."""
-        self._remaining += 1
+        self.remaining += 1
 
     def release(self) -> None:
         """All of that was read."""
         if not self._stopped:
-            self._remaining -= 1
+            self.remaining -= 1
             self._advance([])
 
     def step_done(self, index: int) -> None:
         """A step that was issued, and was not done then, is."""
-        self._waiting.discard(index)
+        self.waiting.discard(index)
         self._complete(index)
 
     # What the transport reports.
@@ -345,7 +347,7 @@ class Execution:
     def message_sent(self, token: Any) -> None:
         """A send's buffer may be reused."""
         if not self._stopped:
-            self._waiting.discard(token)
+            self.waiting.discard(token)
             self._complete(token)
 
     def message_received(self, token: Any, receive: Receive) -> None:
@@ -355,7 +357,7 @@ class Execution:
         if receive.fingerprint != self._fingerprint:
             self.message_failed(token, mismatch(receive))
             return
-        self._waiting.discard(token)
+        self.waiting.discard(token)
         try:
             if token in self._staging and not self._reduce_staged(token):
                 return

@@ -98,7 +98,7 @@ class ItemOperation(Execution):
             items[step.start] = self._items[step.source][step.source_start]
             return True
         if not done:
-            self._waiting.add(index)
+            self.waiting.add(index)
         return done
 
     def _place(self, index: int, receive: Receive) -> None:
@@ -118,7 +118,7 @@ class ItemOperation(Execution):
         except Exception as error:
             self.message_failed(token, error)
             return
-        self._waiting.discard(token)
+        self.waiting.discard(token)
         self._complete(token)
 
     def allocate(self, token: Any, source: int, nbytes: int, meta: bytes) -> memoryview:

@@ -14,7 +14,7 @@ that is given up, because a member was refused it, puts out the rest of its item
 
 The memory of a zcopy item must not change until every member has consumed it: its operation has not ended before
 (`returned`). If the operation is given up all the same, the descriptor changes before the memory may. A member that has
-read from it looks at the descriptor once more (`intact`), and takes what was read for nothing if it has changed.
+read from it looks at the descriptor once more (`take`), and takes what was read for nothing if it has changed.
 
 Where only the two ends of a piece know its length, each sender alone decides whether all that it gives lies in its
 inline payload, behind a table of bounds, or is items. Readers find a piece either way.
@@ -64,15 +64,18 @@ from asyncdist.collectives.shared.layout import (
 )
 from asyncdist.transport.protocol.zero_copy import MAX_ADDRESS
 from asyncdist.transport.shared_memory.fence import ORDERED, fence, order
-from asyncdist.transport.shared_memory.process_memory import PROCESS, RemoteBytes
+from asyncdist.transport.shared_memory.process_memory import PROCESS, RemoteBytes, Unreadable
 
 if TYPE_CHECKING:
     from asyncdist.collectives.shared.inline import Inline
     from asyncdist.collectives.shared.turns import Turns
 
-__all__ = ["BY_ITEMS", "READY", "Borrow", "Items", "Pool"]
+__all__ = ["BY_ITEMS", "READY", "ZCOPY_NEWS", "Borrow", "Items", "Pool"]
 
 NOT_READY, READY, BY_ITEMS = range(3)
+
+ZCOPY_NEWS: Final = 16
+"""Zcopy items that are put out, or were read, after which the others are told: so many go out in one turn."""
 
 ALIGNMENT: Final = 64
 """Items begin at cache lines, which suits every dtype."""
@@ -136,7 +139,7 @@ class Items:
         "_published",
         "_queue",
         "_turns",
-        "borrowed",
+        "_zcopied",
         "giving_up",
         "inline",
     )
@@ -154,8 +157,8 @@ class Items:
         self._queue: deque[LaneOperation] = deque()  # begun, in order, not all items published
         self._consumed_seen = 0
         self._awaited = 0
-        self.borrowed = False
-        """Whether the last `item` was a zcopy one; to be reset by the caller."""
+        self._zcopied = False
+        """Whether what the last `item` has found, and was not taken yet, is a zcopy item."""
         self.giving_up = False
         """Whether absent items wait for room."""
 
@@ -312,9 +315,9 @@ class Items:
     def item(self, operation: LaneOperation, member: int, item: int) -> memoryview | RemoteBytes | ByMessage | None:
         """Item number `item` of `member` in `operation`, which is available; None if that member has given it up.
 
-        To be read before `consumed` is called.
+        To be read within `take`.
         """
-        turns = self._turns
+        turns, self._zcopied = self._turns, False
         peer = turns.members[member]
         if member in operation.inline:
             return self.piece(operation.number, member, item)
@@ -332,8 +335,8 @@ class Items:
         if where == PROCESS and peer is not None and peer.process is not None:
             if at + size > MAX_ADDRESS:
                 raise LaneFault(member, f"a peer lent {size} bytes at {at:#x} of its process")
-            self.borrowed = True
-            return peer.process.part(at, size)
+            self._zcopied = True
+            return RemoteBytes(peer.process, at, size)
         if where == BY_MESSAGE:
             return ByMessage(size)
         if where:
@@ -343,31 +346,61 @@ class Items:
         view: memoryview = pool[at : at + size]
         return view
 
-    def intact(self, operation: LaneOperation, member: int, item: int) -> bool:
-        """Whether a zcopy item that was read is still there: else what was read may be anything."""
-        peer = self._turns.members[member]
-        assert peer is not None
-        number = operation.begun[member][0] + item
-        if not ORDERED:
-            order()  # its bytes before this look
-        at = DESCRIPTORS_AT + number % DESCRIPTORS * DESCRIPTOR_BYTES
-        found, _offset, size, _segment = DESCRIPTOR.unpack_from(peer.segment, at)
-        still: bool = found == number and size != ABSENT
-        return still
+    def take(
+        self,
+        operation: LaneOperation,
+        member: int,
+        item: int,
+        copy: Callable[[], object] | None = None,
+        *,
+        last: bool = True,
+    ) -> bool:
+        """Take what `item` has found by calling `copy`; False if the member has given it up meanwhile.
 
-    def consumed(self, operation: LaneOperation, member: int, item: int) -> None:
-        """An item of `member` was read, for one of the times it is needed."""
+        With its `last` part the item was read, for one of the times it is needed. Raises what `copy` raises. Large
+        collectives come here by the hundred, so nothing is called behind `copy`.
+        """
+        turns, failure = self._turns, None
+        peer = turns.members[member]
+        zcopied = self._zcopied and peer is not None
+        self._zcopied = False
+        try:
+            if copy is not None:
+                copy()
+        except Unreadable as error:
+            if error.gone:
+                return False
+            failure = error
+        if zcopied and peer is not None:
+            if not ORDERED:
+                order()  # its bytes before this look
+            number = operation.begun[member][0] + item
+            at = DESCRIPTORS_AT + number % DESCRIPTORS * DESCRIPTOR_BYTES
+            found, _offset, size, _segment = DESCRIPTOR.unpack_from(peer.segment, at)
+            if found != number or size == ABSENT:
+                return False
+        if failure is not None:
+            raise failure
+        if not last:
+            return True
         needs = operation.needs[member]
-        left = needs[item] - 1
-        if left:
-            needs[item] = left
-            return
+        needs[item] -= 1
+        if needs[item]:
+            return True
         del needs[item]
-        peer = self._turns.members[member]
         if peer is not None and peer.retired == operation.number:
             first, end = operation.begun[member]
-            upto = first + next(iter(needs)) if needs else end
-            self._consume(peer, upto if upto < end else end)
+            upto = min(first + next(iter(needs)), end) if needs else end
+            if upto > peer.consumed:
+                peer.consumed = upto
+                if not ORDERED:
+                    order()  # read before we say so
+                turns.own_words[CONSUMED + 8 * member] = upto
+                if zcopied and needs and item % ZCOPY_NEWS:
+                    turns.late_news = True
+                else:
+                    turns.news = True
+        return True
 
     # Pieces, which their sender may have put inline instead
 
@@ -428,12 +461,11 @@ class Items:
         """What lies in another segment of a member than its lane's, or in its process."""
         if self._borrow is None:
             raise LaneFault(member, f"an item lies in segment {segment}")
-        self.borrowed = True
+        self._zcopied = True
         found = self._borrow(member, segment, offset, length)
         peer = self._turns.members[member]
-        if segment == PROCESS and found is not None and peer is not None:
-            whole = self._borrow(member, segment, 0, MAX_ADDRESS)
-            peer.process = whole if isinstance(whole, RemoteBytes) else None
+        if isinstance(found, RemoteBytes) and peer is not None:
+            peer.process = found.memory
         return found
 
     def _descriptor_free(self) -> bool:
@@ -490,7 +522,8 @@ class Items:
             if words[SEGMENT_WORD]:  # or comes by message, for which nobody need ask any more
                 # This word alone, as others may be looking: with no segment, it would be an item of the pool.
                 words[LENGTH_WORD] = ABSENT
-        order()  # before anything is written to what the others could read
+        if not ORDERED:
+            order()  # before anything is written to what the others could read
 
     def _consume(self, peer: Member, upto: int) -> None:
         if upto > peer.consumed:

@@ -24,7 +24,7 @@ import struct
 from typing import Final, NamedTuple, TypeAlias
 
 from asyncdist.errors import RemoteProtocolError
-from asyncdist.transport.shared_memory.process_memory import RemoteBytes
+from asyncdist.transport.shared_memory.process_memory import ProcessMemory
 
 __all__ = [
     "ABSENT",
@@ -223,7 +223,7 @@ class Member:
         self.words = segment[:WORDS_BYTES].cast("Q")
         self.record_words = segment[RECORDS_AT:DESCRIPTORS_AT].cast("Q")
         self.pool = segment[LANE_HEAD_BYTES + wide_bytes(len(segment)) :]
-        self.process: RemoteBytes | None = None  # the memory of its process, once an item of it lay there
+        self.process: ProcessMemory | None = None  # the memory of its process, once an item of it lay there
         self.issued = 0
         self.published = 0
         self.retired = 0  # operations of which nothing of it is needed any more; kept up only while some are open

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from heapq import heappop, heappush
 from typing import Final, NamedTuple, TypeAlias, TypeVar
 from weakref import ref
@@ -20,7 +21,7 @@ from asyncdist.arrays.host import Array
 from asyncdist.collectives.executor.program import FETCH, PUBLISH, Instruction, Program
 from asyncdist.collectives.executor.runner import Execution, another_length, different
 from asyncdist.collectives.shared.inline import NO_NEEDS, Inline, InlineOperation, InlineQueue
-from asyncdist.collectives.shared.items import Borrow, Items
+from asyncdist.collectives.shared.items import ZCOPY_NEWS, Borrow, Items
 from asyncdist.collectives.shared.layout import SKIPPED, TURN_BYTES, ByMessage, Differs, LaneFault, LaneOperation
 from asyncdist.collectives.shared.turns import Turns
 from asyncdist.errors import CollectiveMismatchError, DistError, PeerLostError
@@ -44,9 +45,6 @@ Expose: TypeAlias = Callable[[memoryview, bool], Exposed | None]
 
 ZCOPY_BYTES: Final = 64 << 10
 """Shortest item that is read where it lies: copying a shorter one costs less than having it back."""
-
-ZCOPY_NEWS: Final = 16
-"""Zcopy items after which the others are told, the first at once: so many go out in one turn."""
 
 ZCOPY_COST_BYTES: Final = 64 << 10
 """What a zcopy item counts as in a turn: in the time that it takes so much could be copied."""
@@ -105,7 +103,9 @@ class LaneRunner:
         self.expose = expose
         """Where all members can read a buffer, if anywhere; with `single_copy` also in this process's own memory."""
         self.moved = 0
-        """Bytes copied and reduced in this turn of the loop."""
+        """Bytes copied and reduced in this turn of the loop, and what zcopy items count as."""
+        self.zcopied = 0
+        """What the zcopy items that were put out since the last `flush` count as."""
         self.changed = False
         self.pumping = False
         """Whether `flush` will follow: what is done outside of that has to ask for a turn of its own."""
@@ -225,14 +225,14 @@ class LaneRunner:
 
     def flush(self) -> None:
         """Ring for what has changed since the last time; go on in the loop's next turn if this one was full."""
-        self.pumping = False
+        self.pumping, self.zcopied = False, 0
         turns = self.lane.turns
         if self.changed:
-            self.changed = turns.news = False
+            self.changed = turns.news = turns.late_news = False
             for ringer in self.others:
                 ringer.ring()
-        elif turns.news:
-            turns.news = False
+        elif turns.news or (turns.late_news and self.moved < TURN_BYTES):
+            turns.news = turns.late_news = False
             for member in turns.wanted_by():
                 waiting = self.ringers[member]
                 if waiting is not None:
@@ -334,6 +334,7 @@ class SharedSteps:
         "_holds",
         "_publishes",
         "_runner",
+        "_staging",
         "_taken",
         "fingerprint",
         "operation",
@@ -361,6 +362,7 @@ class SharedSteps:
         self._holds = False  # whether members may still read our buffers
         self._publishes: deque[int] = deque()
         self._fetches: dict[int, list[tuple[int, int]]] = {}  # by member, a heap of (item, step)
+        self._staging: Array | None = None  # for what is reduced of another process's memory
         self._taken: dict[int, int] = {}  # by step, the bytes taken of an item of which there is more
 
     def issue(self, index: int, step: Instruction) -> bool:
@@ -368,7 +370,7 @@ class SharedSteps:
         runner = self._runner
         if not runner.pumping:
             runner.soon()
-        operation = self.operation if runner.moved < TURN_BYTES else None
+        operation = self.operation
         try:
             if step.kind == PUBLISH:
                 if self._given:
@@ -377,7 +379,7 @@ class SharedSteps:
                 if found == LATER:
                     self._publishes.append(index)
                 return found == DONE
-            if operation is not None:
+            if operation is not None and runner.moved < TURN_BYTES:
                 found = self._fetch(operation, index, step)
                 if found in (DONE, ELSEWHERE):
                     return found == DONE
@@ -416,11 +418,14 @@ class SharedSteps:
         """The operation has ended, well or not: nothing of it is read or published any more. Idempotent."""
         if not self.over:
             self.over = True
-            self._execution = None
+            execution, self._execution = self._execution, None
             self._publishes.clear()
             self._fetches.clear()
             self._taken.clear()
             self._exposed.clear()
+            if execution is not None and self._staging is not None:
+                execution.pool.give(self._staging)
+                self._staging = None
             self._runner.ended(self)
 
     def slow_readers(self) -> set[int]:
@@ -435,7 +440,6 @@ class SharedSteps:
         if operation is None or self.over or program is None or execution is None:
             return False
         instructions, runner = program.instructions, self._runner
-        items = runner.lane.items
         done = False
         publishes = self._publishes
         while publishes and not self.over and runner.moved < TURN_BYTES:
@@ -459,8 +463,13 @@ class SharedSteps:
                 if waiting:  # else the operation is over
                     heappop(waiting)
                 if found == DONE:
-                    execution.step_done(index)
-        if self._holds and not self.over and operation.published == operation.item_count and items.returned(operation):
+                    if self._holds and not instructions[index].successors:  # as `step_done`: nothing follows
+                        execution.waiting.discard(index)
+                        execution.remaining -= 1
+                    else:
+                        execution.step_done(index)
+        taken = self._holds and not self.over and not any(self._fetches.values())
+        if taken and operation.published == operation.item_count and runner.lane.items.returned(operation):
             self._holds = False
             done = True
             execution.release()
@@ -485,8 +494,12 @@ class SharedSteps:
             except KeyError:
                 exposed = self._exposed[id(whole)] = runner.expose(whole, program.single_copy)
         if exposed is not None and length >= exposed.least_bytes:
-            if not items.zcopy(operation, exposed.segment, exposed.offset + begin, length):
+            # Also in a turn that is full otherwise, so that a part's result goes out in the turn that reduced it.
+            if runner.zcopied >= TURN_BYTES or not items.zcopy(
+                operation, exposed.segment, exposed.offset + begin, length
+            ):
                 return LATER
+            runner.zcopied += ZCOPY_COST_BYTES
             runner.moved += ZCOPY_COST_BYTES
             runner.changed = True
             if operation.published % ZCOPY_NEWS == 1:
@@ -494,6 +507,8 @@ class SharedSteps:
             if not self._holds:
                 self._holds = True
                 execution.hold()
+        elif runner.moved >= TURN_BYTES:
+            return LATER
         elif program.whole and length > PIECE_BYTES:
             if not items.by_message(operation, length):
                 return LATER
@@ -504,15 +519,15 @@ class SharedSteps:
             runner.changed = True
         else:
             return LATER
-        if self._holds and operation.published == operation.item_count and items.returned(operation):
-            runner.soon()
+        if self._holds and operation.published == operation.item_count:
+            runner.soon()  # perhaps nothing else is to be waited for than that these items were read
         return found
 
     def _fetch(self, operation: LaneOperation, index: int, step: Instruction) -> int:
         """Take what this turn has room for of an item, if it is there; says what has become of it."""
-        execution, runner = self._execution, self._runner
+        execution, program, runner = self._execution, self.program, self._runner
         assert execution is not None
-        assert self.program is not None
+        assert program is not None
         items = runner.lane.items
         if step.source >= items.available(operation, step.peer):
             return NOT_THERE
@@ -528,7 +543,7 @@ class SharedSteps:
             target = array[step.start : step.stop]
         begin, nbytes, size = self._taken.pop(index, 0) if self._taken else 0, target.nbytes, item.nbytes
         offset = begin
-        if self.program.whole:
+        if program.whole:
             if size != nbytes:
                 raise another_length(runner.ranks[step.peer], size, nbytes)
         else:
@@ -540,49 +555,30 @@ class SharedSteps:
             end = begin + max(1, PART_BYTES // itemsize) * itemsize
         if end - begin < nbytes:
             target = target[begin // itemsize : end // itemsize]
+        if isinstance(item, RemoteBytes):
+            copy = partial(item.read, offset, target)
+            if step.kind != FETCH:
+                kernel, staging = execution.kernel, self._staging
+                assert kernel is not None, "a plan that reduces was given no reduction"
+                if staging is None:
+                    staging = execution.pool.take(max(1, READ_BYTES // itemsize) * itemsize)
+                    self._staging = staging
+                copy = partial(item.reduce, offset, target, staging, kernel, step.left)
+        else:
+            source = np.frombuffer(item, target.dtype, target.size, offset)
+            copy = partial(np.copyto, target, source)
+            if step.kind != FETCH:
+                copy = partial(execution.reduce, source, target, step.left)
         try:
-            if isinstance(item, RemoteBytes):
-                if step.kind == FETCH:
-                    item.read(offset, target)
-                else:
-                    self._reduce_remote(execution, item, offset, target, step.left)
-            elif step.kind == FETCH:
-                target[...] = np.frombuffer(item, target.dtype, target.size, offset)
-            else:
-                execution.reduce(np.frombuffer(item, target.dtype, target.size, offset), target, step.left)
-        except Unreadable as error:
-            items.borrowed = False
-            if error.gone or not items.intact(operation, step.peer, step.source):
-                return ELSEWHERE
-            raise DistError(f"of rank {runner.ranks[step.peer]}, {error}") from None
-        if items.borrowed:
-            items.borrowed = False
-            if not items.intact(operation, step.peer, step.source):
+            if not items.take(operation, step.peer, step.source, copy, last=end == nbytes):
                 return ELSEWHERE  # given up, and its memory may have changed under our hands
+        except Unreadable as error:
+            raise DistError(f"of rank {runner.ranks[step.peer]}, {error}") from None
         runner.moved += end - begin
         if end < nbytes:
             self._taken[index] = end
             return LATER
-        items.consumed(operation, step.peer, step.source)
         return DONE
-
-    def _reduce_remote(self, execution: Execution, item: RemoteBytes, offset: int, target: Array, left: bool) -> None:
-        """Reduce what only the kernel can read, a part at a time."""
-        itemsize, kernel = execution.itemsize, execution.kernel
-        assert kernel is not None, "a plan that reduces was given no reduction"
-        length = max(1, READ_BYTES // itemsize)
-        staging = execution.pool.take(min(length, target.size) * itemsize)
-        try:
-            for start in range(0, target.size, length):
-                part = target[start : start + length]
-                source = staging[: part.nbytes].view(part.dtype)
-                item.read(offset + start * itemsize, source)
-                if left:
-                    kernel(source, part, part)
-                else:
-                    kernel(part, source, part)
-        finally:
-            execution.pool.give(staging)
 
     def _receive(self, operation: LaneOperation, index: int, step: Instruction, item: ByMessage) -> int:
         execution, program = self._execution, self.program
@@ -590,5 +586,5 @@ class SharedSteps:
         if program is None or not program.whole:
             raise LaneFault(step.peer, "an item comes by message, in an operation without messages")
         found = DONE if execution.receive(index, step, item.nbytes) else ELSEWHERE
-        self._runner.lane.items.consumed(operation, step.peer, step.source)
+        self._runner.lane.items.take(operation, step.peer, step.source)
         return found

@@ -31,7 +31,7 @@ from asyncdist.collectives.shared.layout import (
     LaneOperation,
     Member,
 )
-from asyncdist.transport.shared_memory.fence import ORDERED, fence, order
+from asyncdist.transport.shared_memory.fence import ORDERED, PAIR, fence, order
 
 __all__ = ["Turns"]
 
@@ -47,6 +47,7 @@ class Turns:
         "finished_seen",
         "heeded",
         "issued",
+        "late_news",
         "members",
         "news",
         "next_item",
@@ -78,6 +79,8 @@ class Turns:
         self.finished = 0
         self.news = False
         """Something was consumed or finished that another member may wait for; to be reset by the caller."""
+        self.late_news = False
+        """The same, but of zcopy items of which more is to be read: the others need not hear before this rank waits."""
         self.differences: list[tuple[int, int]] = []
         """Operation and member, where a member was found to run something else; to be emptied by the caller."""
 
@@ -105,13 +108,18 @@ class Turns:
 
         For we may be waiting ourselves, to finish, for a third to begin.
         """
-        fence()
-        wanted = 0
-        for _, peer in self.others:
-            wanted |= peer.words[WANTING]
-        if not wanted:
-            return []
-        return [index for index, peer in self.others if wanted & TURN or peer.words[WANTING]]
+        with PAIR:  # a fence, without its call
+            pass
+        if not ORDERED:
+            with PAIR:
+                pass
+        wanted, members = 0, []
+        for index, peer in self.others:
+            wanting = peer.words[WANTING]
+            wanted |= wanting
+            if wanting:
+                members.append(index)
+        return [index for index, _ in self.others] if wanted & TURN else members
 
     def look_for(self, peer: Member, number: int) -> bool:
         """Whether `peer` has begun operation `number`, by what it says now."""

@@ -15,10 +15,11 @@ import errno
 import os
 import secrets
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-import numpy as np
-
+from asyncdist.arrays.host import Array
+from asyncdist.arrays.reduction import Kernel
 from asyncdist.concurrency import trace as events
 
 __all__ = [
@@ -83,7 +84,7 @@ class ProcessMemory:
         self._here = (_Span * 2)(_Span(), _Span(ctypes.addressof(check), TOKEN_BYTES))
         self._there = (_Span * 2)(_Span(), _Span(token.address, TOKEN_BYTES))
         self._target, self._source = self._here[0], self._there[0]
-        code = self._read(0, 0, 0)
+        code = self._token_error()
         if code:
             raise OSError(code, os.strerror(code))
 
@@ -92,45 +93,58 @@ class ProcessMemory:
 
         Raises Unreadable; `target` may be written then.
         """
-        code = self._read(address, target, nbytes)
-        if code:
+        self._source.address, self._source.nbytes = address, nbytes
+        self._target.address, self._target.nbytes = target, nbytes
+        found = _readv(self._pid, self._here, 2, self._there, 2, 0)
+        if found != nbytes + TOKEN_BYTES or self._check.raw != self._octets:
+            code = self._error(found, nbytes + TOKEN_BYTES)
             self.failed = True
-            gone = self._read(0, 0, 0) in _GONE
+            gone = self._token_error() in _GONE
             text = f"{nbytes} bytes at {address:#x} of process {self._pid} cannot be read: {os.strerror(code)}"
             raise Unreadable(text, gone=gone)
 
-    def _read(self, address: int, target: int, nbytes: int) -> int:
-        """0, or the number of the error."""
-        self._source.address, self._source.nbytes = address, nbytes
-        self._target.address, self._target.nbytes = target, nbytes
-        found: int = _readv(self._pid, self._here, 2, self._there, 2, 0)
+    def _token_error(self) -> int:
+        """Read the token alone: 0, or the number of the error."""
+        self._source.nbytes = self._target.nbytes = 0
+        return self._error(_readv(self._pid, self._here, 2, self._there, 2, 0), TOKEN_BYTES)
+
+    def _error(self, found: int, nbytes: int) -> int:
+        """The number of the error of a read of `nbytes` that found so many bytes, or 0."""
         if found < 0:
             return ctypes.get_errno()
-        if found < nbytes + TOKEN_BYTES:
+        if found < nbytes:
             return errno.EFAULT
         return 0 if self._check.raw == self._octets else errno.ESRCH
 
 
+@dataclass(slots=True)
 class RemoteBytes:
     """`nbytes` at `address` of another process's memory."""
 
-    __slots__ = ("_address", "_memory", "nbytes")
+    memory: ProcessMemory
+    address: int
+    nbytes: int
 
-    def __init__(self, memory: ProcessMemory, address: int, nbytes: int) -> None:
-        self._memory = memory
-        self._address = address
-        self.nbytes = nbytes
-
-    def __len__(self) -> int:
-        return self.nbytes
-
-    def part(self, start: int, nbytes: int) -> RemoteBytes:
-        """`nbytes` of them, from byte `start` on."""
-        return RemoteBytes(self._memory, self._address + start, nbytes)
-
-    def read(self, start: int, target: np.ndarray[Any, Any]) -> None:
+    def read(self, start: int, target: Array) -> None:
         """Fill `target`, a contiguous array, with what begins at byte `start`. Raises Unreadable."""
-        self._memory.read(self._address + start, target.__array_interface__["data"][0], target.nbytes)
+        self.memory.read(self.address + start, target.__array_interface__["data"][0], target.nbytes)
+
+    def reduce(self, start: int, target: Array, staging: Array, kernel: Kernel, left: bool) -> None:
+        """Reduce what begins at byte `start` into `target`, `left`: as the left operand. Raises Unreadable.
+
+        It goes through `staging`, bytes for some elements: as long as they are in this core's cache, that costs little.
+        """
+        size, read, address = len(staging) // target.itemsize, self.memory.read, self.address + start
+        elements = staging[: size * target.itemsize].view(target.dtype)
+        here = staging.__array_interface__["data"][0]
+        for first in range(0, target.size, size):
+            part = target[first : first + size]
+            source = elements[: part.size]
+            read(address + first * target.itemsize, here, part.nbytes)
+            if left:
+                kernel(source, part, part)
+            else:
+                kernel(part, source, part)
 
 
 class OwnMemory:

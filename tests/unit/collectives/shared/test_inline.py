@@ -52,7 +52,7 @@ def test_inline_operations_carry_their_payload_and_mix_with_others() -> None:
             two.items.end(theirs)
             assert one.items.available(mine, 1) == 1
             assert one.items.item(mine, 1, 0) == b"item"
-            one.items.consumed(mine, 1, 0)
+            one.items.take(mine, 1, 0)
             one.items.end(mine)
         for lane, other in ((one, 1), (two, 0)):
             assert lane.inline.ready(before[0], 1)
@@ -220,10 +220,10 @@ def test_own_payloads_and_items_stay_until_they_were_read_here() -> None:
     mine, theirs = begun(one, 2, 2, {0: {0: 1}}), begun(two, 2, 0, {0: {0: 1}})
     assert one.items.bcopy(mine, memoryview(bytes(POOL_BYTES)))
     assert two.items.available(theirs, 0) == 1
-    two.items.consumed(theirs, 0, 0)
+    two.items.take(theirs, 0, 0)
     assert not one.items.bcopy(mine, memoryview(b"x")), "the first item is still to be read here"
     assert one.items.available(mine, 0) == 1
-    one.items.consumed(mine, 0, 0)
+    one.items.take(mine, 0, 0)
     assert one.items.bcopy(mine, memoryview(b"x"))
 
 
@@ -254,7 +254,7 @@ def test_a_member_that_writes_anything_is_a_fault_and_never_more(seed: int) -> N
                     if item < one.items.available(operation, 1):
                         view = one.items.item(operation, 1, item)
                         assert view is None or len(view) <= POOL_BYTES
-                        one.items.consumed(operation, 1, item)
+                        one.items.take(operation, 1, item)
                 one.items.end(operation)
             number = publish(one, 9, b"x")
             if number >= 0:
@@ -357,13 +357,13 @@ def test_steps_find_pieces_in_payloads_and_as_items(others_open: bool) -> None:
     mine = one.items.in_steps(number, 7, needs)
     assert one.items.available(mine, 1) > 1
     assert one.items.item(mine, 1, 1) == b"four"
-    one.items.consumed(mine, 1, 1)
+    one.items.take(mine, 1, 1)
     assert one.items.available(mine, 2) == 0
     assert three.items.bcopy(theirs, memoryview(bytes(POOL_BYTES - 1)))
     assert not three.items.bcopy(theirs, memoryview(b"more")), "nobody has read the first yet"
     assert one.items.available(mine, 2) == 1
     assert one.items.item(mine, 2, 0) == bytes(POOL_BYTES - 1)
-    one.items.consumed(mine, 2, 0)
+    one.items.take(mine, 2, 0)
     one.items.end(mine)
     two.inline.all_begun(number)
     two.inline.done(number)
@@ -386,7 +386,7 @@ def test_items_wait_for_who_reads_them_later() -> None:
     theirs = begun(two, 7, 1)
     assert two.items.bcopy(theirs, memoryview(b"second"))
     assert one.items.available(first, 1) == 1
-    one.items.consumed(first, 1, 0)
+    one.items.take(first, 1, 0)
     one.items.end(first)
     one.items.retire()
     assert not two.items.bcopy(begun(two, 9, 1), memoryview(bytes(POOL_BYTES)))
@@ -448,7 +448,7 @@ def test_payloads_of_any_lengths_stay_until_all_have_finished() -> None:
                 if item < lane.items.available(operation, member):
                     wanted = content(member, number, item, lengths[number][member][item])
                     assert lane.items.item(operation, member, item) == wanted
-                    lane.items.consumed(operation, member, item)
+                    lane.items.take(operation, member, item)
         if not any(operation.needs.values()) and operation.published == operation.item_count:
             lane.items.end(operation)
             del parts[rank][number]
@@ -516,7 +516,7 @@ def test_pieces_of_a_member_that_writes_anything_are_a_fault_and_never_more(seed
                 operation = one.items.in_steps(number, 7, ONE)
                 if one.items.available(operation, 1):
                     one.items.item(operation, 1, 0)
-                    one.items.consumed(operation, 1, 0)
+                    one.items.take(operation, 1, 0)
                 one.items.end(operation)
         except (LaneFault, Differs) as error:
             faults.append(error.member)

@@ -72,7 +72,7 @@ class Runner:
                     if rng.random() < 0.8:
                         view = lane.items.item(operation, member, item)
                         assert bytes(view) == content(member, operation.number, item, lengths[member][item])
-                        lane.items.consumed(operation, member, item)
+                        lane.items.take(operation, member, item)
                         self.read += 1
         for entry in list(self.active):
             operation, _plan, published = entry
@@ -153,7 +153,7 @@ def test_room_comes_back_when_items_are_consumed() -> None:
     assert two.turns.wanted_by() == [0]
     assert two.items.available(theirs, 0) == 1
     assert two.items.item(theirs, 0, 0) == bytes(POOL_BYTES)
-    two.items.consumed(theirs, 0, 0)
+    two.items.take(theirs, 0, 0)
     assert one.items.bcopy(mine, memoryview(b"x"))
     assert two.items.available(theirs, 0) == 2
     assert two.items.item(theirs, 0, 1) == b"x"
@@ -171,7 +171,7 @@ def test_as_many_items_as_descriptors() -> None:
     assert not one.items.bcopy(mine, memoryview(b"x"))
     assert two.items.available(theirs, 0) == DESCRIPTORS
     assert two.items.item(theirs, 0, 0) == b"x"
-    two.items.consumed(theirs, 0, 0)
+    two.items.take(theirs, 0, 0)
     two.items.end(theirs)
     assert one.items.bcopy(mine, memoryview(b"y"))
 
@@ -217,7 +217,7 @@ def test_a_peer_that_writes_anything_is_found_out_or_harmless(seed: int) -> None
                 one.items.retire()
                 if one.items.available(operation, 1):
                     one.items.item(operation, 1, 0)
-                    one.items.consumed(operation, 1, 0)
+                    one.items.take(operation, 1, 0)
                 one.items.end(operation)
         except (RemoteProtocolError, Differs):
             return
@@ -285,7 +285,7 @@ def test_absent_items_take_no_descriptor_that_is_in_use(items: int) -> None:
     theirs = [begun(two, number, 0, {0: {0: 1}}) for number in (1, 2, 3)]
     assert two.items.available(theirs[0], 0) == 1
     assert two.items.item(theirs[0], 0, 0) == b"kept"
-    two.items.consumed(theirs[0], 0, 0)
+    two.items.take(theirs[0], 0, 0)
     two.items.end(theirs[0])
     one.items.retire()
     assert two.items.available(theirs[1], 0) >= 1
@@ -317,7 +317,7 @@ def test_waiting_for_room_and_waiting_for_a_turn_are_told_apart() -> None:
     assert not one.items.bcopy(mine, memoryview(b"x"))
     theirs = begun(two, 1, 0, {0: {0: 1}})
     assert two.items.available(theirs, 0) == 1
-    two.items.consumed(theirs, 0, 0)
+    two.items.take(theirs, 0, 0)
     assert one.items.bcopy(mine, memoryview(b"x"))
     assert two.turns.wanted_by() == [0], "it waits for us to finish still"
     two.items.end(theirs)
@@ -344,7 +344,7 @@ def test_a_member_that_has_left_keeps_nobody_from_publishing() -> None:
     assert one.items.bcopy(mine, memoryview(bytes(POOL_BYTES)))
     theirs = begun(two, 1, 0, {0: {0: 1, 1: 1}})
     assert two.items.available(theirs, 0) == 1
-    two.items.consumed(theirs, 0, 0)
+    two.items.take(theirs, 0, 0)
     assert not one.items.bcopy(mine, memoryview(b"x"))
     one.turns.left(2)
     assert one.items.bcopy(mine, memoryview(b"x"))
@@ -395,15 +395,28 @@ def test_an_item_is_read_where_it_is_and_held_until_all_have() -> None:
     for lane, operation in ((two, theirs), (three, others)):
         assert lane.items.available(operation, 0) == 2
         assert lane.items.item(operation, 0, 0) == bytes(range(10, 15))
-        assert lane.items.borrowed
-        assert lane.items.intact(operation, 0, 0)
-        lane.items.borrowed = False
-        lane.items.consumed(operation, 0, 0)
+        assert lane.items.take(operation, 0, 0)
         assert lane.items.item(operation, 0, 1) == b"copied"
-        assert not lane.items.borrowed
         assert one.items.returned(mine) is (lane is three)
     one.items.end(mine)
     assert two.items.item(theirs, 0, 1) == b"copied"
+
+
+def test_zcopy_items_that_were_read_are_news_once_this_rank_waits() -> None:
+    """To ring for each would wake their sender for nothing: it waits for all of them."""
+    world = World(2)
+    one, two = world.lanes
+    mine, theirs = begin(one, 18), begin(two, 0, *range(18))
+    assert all(one.items.zcopy(mine, ARRAYS, item, 1) for item in range(18))
+    assert two.items.available(theirs, 0) == 18
+    two.turns.news = False
+    for item in range(18):
+        assert two.items.item(theirs, 0, item) is not None
+        assert two.items.take(theirs, 0, item)
+        assert two.turns.news is (item in (0, 16, 17)), "the first, each sixteenth behind it, and the last"
+        assert two.turns.news or two.turns.late_news
+        two.turns.news = two.turns.late_news = False
+    assert one.items.returned(mine)
 
 
 def test_what_is_awaited_stays_awaited_while_more_is_published() -> None:
@@ -416,7 +429,7 @@ def test_what_is_awaited_stays_awaited_while_more_is_published() -> None:
     assert one.items.bcopy(more, memoryview(b"x"))
     assert two.turns.wanted_by() == [0]
     assert two.items.available(theirs, 0) == 1
-    two.items.consumed(theirs, 0, 0)
+    two.items.take(theirs, 0, 0)
     assert one.items.returned(mine)
 
 
@@ -429,7 +442,7 @@ def test_what_is_given_up_is_revoked_before_its_memory_changes() -> None:
     assert two.items.available(theirs, 0) == 2
     assert two.items.item(theirs, 0, 0) is not None
     one.items.end(mine)
-    assert not two.items.intact(theirs, 0, 0)
+    assert not two.items.take(theirs, 0, 0)
     assert two.items.item(theirs, 0, 0) is None
     assert two.items.item(theirs, 0, 1) == b"kept"
     assert two.items.available(theirs, 0) == 3
@@ -458,9 +471,10 @@ def test_closing_revokes_all_that_is_lent() -> None:
     assert one.items.zcopy(more, ARRAYS, 5, 5)
     assert two.items.available(theirs, 0) == 1
     assert two.items.available(others, 0) == 2
-    two.items.consumed(theirs, 0, 0)
+    assert two.items.item(theirs, 0, 0) is not None
+    assert two.items.take(theirs, 0, 0)
     one.items.revoke_all()
-    assert two.items.intact(theirs, 0, 0)  # read in time
+    assert two.items.item(theirs, 0, 0) is not None  # read in time
     assert two.items.item(others, 0, 0) == b"kept"
     assert two.items.item(others, 0, 1) is None
 
@@ -471,9 +485,10 @@ def test_a_member_that_says_what_cannot_be_keeps_nothing_lent_to_the_others() ->
     mine, theirs, _ = begin(one, 1), begin(two, 0, 0), begin(three, 0, 0)
     assert one.items.zcopy(mine, ARRAYS, 0, 5)
     assert two.items.available(theirs, 0) == 1
+    assert two.items.item(theirs, 0, 0) is not None
     world.segments[2].cast("Q")[CONSUMED] = 1 << 60
     one.items.revoke_all()
-    assert not two.items.intact(theirs, 0, 0)
+    assert not two.items.take(theirs, 0, 0)
 
 
 def test_as_many_zcopy_items_as_descriptors() -> None:
@@ -484,7 +499,7 @@ def test_as_many_zcopy_items_as_descriptors() -> None:
     assert not one.items.zcopy(mine, ARRAYS, 0, 1)
     assert two.turns.wanted_by() == [0]
     assert two.items.available(theirs, 0) == DESCRIPTORS
-    two.items.consumed(theirs, 0, 0)
+    two.items.take(theirs, 0, 0)
     assert one.items.zcopy(mine, ARRAYS, 3, 1)
     assert not one.items.zcopy(mine, ARRAYS, 0, 1)  # it has no more items
 
@@ -564,12 +579,11 @@ def test_whoever_reads_reads_what_was_lent_or_knows_better(seed: int) -> None:
                 reading.remove(theirs)
                 item = two.items.item(theirs, 0, 0)
                 copied = b"" if item is None else bytes(item)
-                if item is not None and two.items.intact(theirs, 0, 0):
+                if item is not None and two.items.take(theirs, 0, 0):
                     assert copied == expected[theirs.number]
                     good += 1
                 else:
                     revoked += 1
-                two.items.consumed(theirs, 0, 0)
                 two.items.end(theirs)
         one.items.retire()
         two.items.retire()

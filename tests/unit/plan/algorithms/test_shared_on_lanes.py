@@ -117,7 +117,7 @@ class Part:
                 return False
             values = self.member.world.unpacked(lane.items.item(self.operation, step.peer, step.item))[step.offset :]
             self.write(step, values[: step.target.length], isinstance(step, FetchReduce) and step.item_left)
-            lane.items.consumed(self.operation, step.peer, step.item)
+            lane.items.take(self.operation, step.peer, step.item)
         else:
             self.write(step, self.read(step.source), isinstance(step, Reduce) and step.source_left)
         self.left.remove(index)

@@ -15,6 +15,7 @@ import forked
 import numpy as np
 import pytest
 
+from asyncdist.arrays.host import Array
 from asyncdist.transport.config import TransportConfig
 from asyncdist.transport.shared_memory import process_memory
 from asyncdist.transport.shared_memory.process_memory import (
@@ -131,7 +132,7 @@ def test_another_process(child: Child) -> None:
     assert read(memory, child.data) == DATA
     assert read(memory, child.data + 5, 7) == DATA[5:12]
     lent = RemoteBytes(memory, child.data, len(DATA))
-    assert len(lent) == len(DATA)
+    assert lent.nbytes == len(DATA)
     target = Target(100)
     lent.read(200, target.array)
     target.check()
@@ -142,6 +143,18 @@ def test_an_array_of_larger_elements(memory: ProcessMemory) -> None:
     source, target = np.arange(1000.0), np.zeros(10)
     RemoteBytes(memory, address_of(source), source.nbytes).read(80, target)
     assert (target == source[10:20]).all()
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_what_is_reduced_goes_through_staging(memory: ProcessMemory, left: bool) -> None:
+    source, target, staging = np.arange(1000.0), np.full(10, 100.0), np.zeros(30, np.uint8)
+
+    def subtract(one: Array, other: Array, out: Array) -> None:
+        assert len(out) <= 3, "as many elements as staging holds"
+        np.subtract(one, other, out=out)
+
+    RemoteBytes(memory, address_of(source), source.nbytes).reduce(80, target, staging, subtract, left)
+    assert (target == (source[10:20] - 100 if left else 100 - source[10:20])).all()
 
 
 def test_nothing(memory: ProcessMemory) -> None:
