@@ -30,8 +30,6 @@ class SocketSet:
     `loop` is the one that watches them, and runs in this thread.
     """
 
-    __slots__ = ("__weakref__", "_descriptors", "_loop", "_on_fork", "_sockets", "_thread")
-
     def __init__(self, on_fork: Callable[[], None], loop: asyncio.AbstractEventLoop | None = None) -> None:
         global _hooked
         self._loop = loop

@@ -34,19 +34,6 @@ JITTER_S: Final = 0.001
 class _Direction:
     """One way of a link: from the core of `source` to that of `target`, in order."""
 
-    __slots__ = (
-        "_arrival_s",
-        "_closed",
-        "_ended",
-        "_flight",
-        "_flight_bytes",
-        "_network",
-        "_source",
-        "_target",
-        "_timer",
-        "_wants_flush",
-    )
-
     def __init__(self, network: MemoryNetwork, source: MemoryMesh, target: MemoryMesh) -> None:
         self._network = network
         self._source = source
@@ -150,8 +137,6 @@ class _Direction:
 class MemoryLink:
     """What connects two ranks, or a rank with itself: then its one direction leads back."""
 
-    __slots__ = ("_ended", "_network", "_out")
-
     def __init__(self, network: MemoryNetwork, one: MemoryMesh, other: MemoryMesh) -> None:
         self._network = network
         self._ended: set[int] = set()
@@ -249,8 +234,6 @@ class MemoryNetwork:
 
 class _Peer:
     """One rank as another sees it. `link` is None before it is open; `state` is for people."""
-
-    __slots__ = ("core", "ended", "link", "requested", "state")
 
     def __init__(self, core: PeerCore) -> None:
         self.core = core

@@ -77,8 +77,6 @@ class Socket(Protocol):
 class _Watched:
     """One connection: since when something is to be acknowledged, and nothing has been."""
 
-    __slots__ = ("on_silent", "sock", "waiting_since_s")
-
     def __init__(self, sock: Socket, on_silent: Callable[[Exception], None]) -> None:
         self.sock = sock
         self.on_silent = on_silent
@@ -90,8 +88,6 @@ class KeepaliveWatch:
 
     On systems that do not say what has been acknowledged it does nothing, and the kernel's own limits hold.
     """
-
-    __slots__ = ("_limit_s", "_loop", "_timer", "_watched")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, limit_s: float) -> None:
         self._loop = loop

@@ -196,8 +196,6 @@ class Spinner:
 class Neighbors:
     """`pollers` read one socket each, if there is something; whether there was. Their values do so between calls."""
 
-    __slots__ = ("crowded", "pollers")
-
     def __init__(self) -> None:
         self.pollers: dict[Callable[[], bool], Callable[[], object]] = {}
         self.crowded = False

@@ -51,21 +51,6 @@ class Connection(ABC):
     (its GOODBYE came) or if we had said goodbye and it hung up. It is not called after `abort`.
     """
 
-    __slots__ = (
-        "_core",
-        "_frames",
-        "_get_buffer",
-        "_leaving",
-        "_loop",
-        "_on_end",
-        "_shut",
-        "_sock",
-        "_updated",
-        "bytes_received",
-        "bytes_sent",
-        "label",
-    )
-
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
@@ -172,8 +157,6 @@ def limit_unsent(sock: socket.socket) -> None:
 
 class StreamConnection(Connection):
     """A connection whose socket carries the frames themselves."""
-
-    __slots__ = ("_armed", "_fd", "_recv_into", "_send", "_sendmsg", "_sockets", "_write_error")
 
     def __init__(
         self,
@@ -316,8 +299,6 @@ class StreamConnection(Connection):
 
 class LoopbackConnection:
     """Feeds what `core` writes back to it, in later turns of the loop and at most 1 MiB in each."""
-
-    __slots__ = ("_chunks", "_core", "_handle", "_loop", "_queued", "_wants_flush")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, core: PeerCore) -> None:
         self._loop = loop

@@ -78,30 +78,6 @@ class Dialer:
     `silent_timeout_s` for one whose kernel accepts connections while the process says nothing.
     """
 
-    __slots__ = (
-        "_address",
-        "_attempt",
-        "_context",
-        "_deadline",
-        "_due_s",
-        "_expired",
-        "_link",
-        "_next",
-        "_paused",
-        "_reached",
-        "_refused_rounds",
-        "_retry",
-        "_round_reached",
-        "_round_refused",
-        "_rounds",
-        "_silences",
-        "_started_s",
-        "_targets",
-        "failures",
-        "last_error",
-        "peer_rank",
-    )
-
     def __init__(
         self, context: MeshContext, link: Link, peer_rank: int, address: PeerAddress, started_s: float
     ) -> None:
@@ -290,8 +266,6 @@ class Dialer:
 
 class _Attempt:
     """One connect and hello at one target."""
-
-    __slots__ = ("_context", "_dialer", "_handle", "_handshake", "_sock", "_target", "_writing")
 
     def __init__(self, dialer: Dialer, context: MeshContext, target: Target) -> None:
         self._dialer = dialer

@@ -23,8 +23,6 @@ class Handshake(Generic[H]):
     of an error, the peer's hanging up, or the deadline. Neither is called after `close` or `detach`.
     """
 
-    __slots__ = ("_buffer", "_loop", "_sock", "_sockets", "_timer", "hello", "label", "on_failed", "on_step")
-
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,

@@ -81,21 +81,6 @@ class LinkOwner(Protocol):
 class Link:
     """Connection state of one peer. `core` queues what is posted until a connection is open."""
 
-    __slots__ = (
-        "_connection",
-        "_context",
-        "_dialer",
-        "_doubt",
-        "_incoming",
-        "_owner",
-        "_park",
-        "_started_s",
-        "core",
-        "label",
-        "rank",
-        "state",
-    )
-
     def __init__(self, context: MeshContext, owner: LinkOwner, rank: int, core: PeerCore) -> None:
         self.rank = rank
         self.core = core

@@ -58,25 +58,6 @@ class ShmConnection(Connection):
     memory: the socket is the caller's then, for a stream.
     """
 
-    __slots__ = (
-        "_blocked",
-        "_copying",
-        "_hung_up",
-        "_lacking",
-        "_memory",
-        "_numbers",
-        "_on_refused",
-        "_pairing",
-        "_parcels",
-        "_reader",
-        "_ring",
-        "_writer",
-        "attached",
-        "loans",
-        "ringer",
-        "socket_label",
-    )
-
     def __init__(
         self,
         context: MeshContext,
@@ -400,8 +381,6 @@ class Pairing:
 
     Whoever cannot map what the other has offered refuses as well, so that both know before a frame is sent.
     """
-
-    __slots__ = ("_memory", "_peer_half", "half", "peer_process", "refusal", "ringer")
 
     def __init__(self, context: MeshContext) -> None:
         config = context.config

@@ -34,8 +34,6 @@ RETURN_CREDIT_BYTES: Final = CREDIT_BYTES // 4
 class SendWindow:
     """One traffic class as its sender sees it."""
 
-    __slots__ = ("_held", "_keys", "_last_stall", "_queue", "_traffic", "asked", "credit", "offers", "stall")
-
     def __init__(self, traffic: int, queue: OutputQueue) -> None:
         self._traffic = traffic
         self._queue = queue
@@ -157,20 +155,6 @@ class SendWindow:
 
 class ReceiveWindow:
     """One traffic class as its receiver sees it: what it owes to the sender, and in a stall has asked it for."""
-
-    __slots__ = (
-        "_any_table",
-        "_queue",
-        "_table",
-        "_traffic",
-        "asked",
-        "owed",
-        "renewing",
-        "stall",
-        "unasked",
-        "unexpected_bytes",
-        "unexpected_offers",
-    )
 
     def __init__(self, traffic: int, queue: OutputQueue, table: ReceiveTable, any_table: ReceiveTable) -> None:
         self._traffic = traffic

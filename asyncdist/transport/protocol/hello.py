@@ -108,8 +108,6 @@ class Hello:
     After a RemoteProtocolError, `refusal` is what is to be sent before the connection is closed.
     """
 
-    __slots__ = ("_identity", "_key", "_nonce", "peer_rank", "refusal", "transport", "wanted")
-
     def __init__(self, identity: Identity, wanted: int, transport: int) -> None:
         self.transport = transport
         self._identity = identity
@@ -146,8 +144,6 @@ class Hello:
 
 class DialerHello(Hello):
     """The side that connected. `verdict` is None until the ACK came; with OK the connection is open."""
-
-    __slots__ = ("_nonces", "verdict")
 
     def __init__(self, identity: Identity, peer_rank: int, transport: int = STREAM_TRANSPORT) -> None:
         super().__init__(identity, _PREFIX_BYTES, transport)
@@ -208,8 +204,6 @@ class DialerHello(Hello):
 
 class ListenerHello(Hello):
     """The side that was connected to. Once `authenticated`, the caller decides with `answer`; `confirmed` = open."""
-
-    __slots__ = ("_answered", "_nonces", "_prefix", "authenticated", "confirmed")
 
     def __init__(self, identity: Identity) -> None:
         super().__init__(identity, _PREFIX_BYTES, STREAM_TRANSPORT)

@@ -34,8 +34,6 @@ class ReceiveTable:
     and costs one dictionary operation to post and one to match.
     """
 
-    __slots__ = ("entries",)
-
     def __init__(self) -> None:
         self.entries: dict[bytes, Receive | OrderedDict[Receive, None]] = {}
 
@@ -106,8 +104,6 @@ class AnySourceTable:
 
     Only point-to-point keys may be received from any source.
     """
-
-    __slots__ = ("_arrivals", "_holders", "_stalled", "entries", "orders", "table")
 
     def __init__(self) -> None:
         self.table = ReceiveTable()
@@ -183,8 +179,6 @@ class AnySourceTable:
 
 class DroppedGroups:
     """Groups, and single operations of groups, whose late messages are thrown away; shared by the peers of a mesh."""
-
-    __slots__ = ("_prefixes",)
 
     def __init__(self) -> None:
         self._prefixes: dict[bytes, Discarded | None] = {}

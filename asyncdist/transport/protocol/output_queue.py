@@ -83,28 +83,6 @@ a data frame without payload, the id it offers)."""
 class OutputQueue:
     """See the module. `clear` says that nothing waits and a frame may be written past the queue."""
 
-    __slots__ = (
-        "_arm",
-        "_begun",
-        "_begun_final",
-        "_begun_op",
-        "_control",
-        "_credit_due",
-        "_data",
-        "_replies",
-        "_streams",
-        "blocked",
-        "broken",
-        "clear",
-        "closed",
-        "flushing",
-        "posting",
-        "streaming",
-        "urgent",
-        "write_bytes",
-        "writer",
-    )
-
     def __init__(self) -> None:
         self.writer: Writer = refuse
         self._arm: Arm = nothing

@@ -47,18 +47,6 @@ class PeerCore:
     end its callback after some hundred. Raises RemoteProtocolError; the shell then closes the connection and fails us.
     """
 
-    __slots__ = (
-        "_receiver",
-        "_sender",
-        "buffer_updated",
-        "get_buffer",
-        "peer_rank",
-        "post_receive",
-        "post_send",
-        "rank",
-        "reader",
-    )
-
     post_send: Callable[[SendOp], bool]
     post_receive: Callable[[Receive], bool]
     get_buffer: Callable[[], memoryview]

@@ -55,23 +55,6 @@ _RECEIVED: Final = ReceiveState.RECEIVED
 class Reader:
     """See the module. `left`: the peer's GOODBYE came, and nothing may follow."""
 
-    __slots__ = (
-        "_any_entries",
-        "_end",
-        "_entries",
-        "_left_bytes",
-        "_need",
-        "_on_control",
-        "_peer_rank",
-        "_receiver",
-        "_scratch",
-        "_sender",
-        "_stream",
-        "_windows",
-        "left",
-        "max_read_bytes",
-    )
-
     def __init__(
         self, peer_rank: int, receiver: Receiver, sender: Sender, on_control: Callable[[int, bytes], None]
     ) -> None:

@@ -71,25 +71,6 @@ _KEY_ENDS: Final = frozenset(traffic.to_bytes(4, "little") for traffic in range(
 class Receiver:
     """See the module. A key of this peer never has both posted receives and unexpected messages."""
 
-    __slots__ = (
-        "_any_source",
-        "_dropped",
-        "_orders",
-        "_queues",
-        "_sender",
-        "_stalled",
-        "_table",
-        "_unexpected",
-        "any_entries",
-        "entries",
-        "error",
-        "loans",
-        "partial",
-        "peer_rank",
-        "pulls",
-        "windows",
-    )
-
     def __init__(
         self,
         peer_rank: int,
@@ -488,8 +469,6 @@ class Receiver:
 
 class Pulls:
     """See the module. `by_id` are all open pulls; `begun` counts those of which a fragment came."""
-
-    __slots__ = ("_early", "_next_early_id", "_peer_rank", "_queue", "begun", "by_id")
 
     def __init__(self, peer_rank: int, queue: OutputQueue) -> None:
         self._peer_rank = peer_rank

@@ -70,21 +70,6 @@ _SENT: Final = SendState.SENT
 class Sender:
     """See the module. Every message is in exactly one place: the output queue, held back, offered, or streaming."""
 
-    __slots__ = (
-        "_dropped",
-        "_early_pulls",
-        "_goodbye_queued",
-        "_offers",
-        "_peer_rank",
-        "corked",
-        "error",
-        "goodbye_sent",
-        "leaving",
-        "loans",
-        "queue",
-        "windows",
-    )
-
     def __init__(self, peer_rank: int, dropped: DroppedGroups) -> None:
         self._peer_rank = peer_rank
         self._dropped = dropped
@@ -460,8 +445,6 @@ class Sender:
 class Offers:
     """Offered messages by id. One that is dropped stays, marked as settled, until the peer has answered."""
 
-    __slots__ = ("_by_id", "_collective", "_next_id", "_windows")
-
     def __init__(self, windows: tuple[SendWindow, ...]) -> None:
         self._windows = windows
         self._by_id: dict[int, SendOp] = {}
@@ -532,8 +515,6 @@ class Offers:
 
 class EarlyPulls:
     """Pulls of collective messages not posted here yet: key to id and length."""
-
-    __slots__ = ("_by_id", "_by_key", "_peer_rank")
 
     def __init__(self, peer_rank: int) -> None:
         self._peer_rank = peer_rank

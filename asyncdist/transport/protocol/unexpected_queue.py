@@ -46,8 +46,6 @@ class UnexpectedMessage:
 class UnexpectedQueue:
     """See the module. Messages are kept by key, in the order in which they came."""
 
-    __slots__ = ("_any_source", "_offers", "_owner", "_peer_rank", "_watchers", "_windows", "queues")
-
     def __init__(
         self,
         peer_rank: int,

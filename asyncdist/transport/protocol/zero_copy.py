@@ -69,8 +69,6 @@ class Borrowing:
     `done(copied)` is called with the last byte, or as soon as it turns out that it cannot be read.
     """
 
-    __slots__ = ("_copied", "_done", "_source", "_target", "stream")
-
     def __init__(self, stream: Stream, source: memoryview | RemoteBytes, done: Callable[[bool], None]) -> None:
         assert stream.view is not None
         self.stream = stream
@@ -104,8 +102,6 @@ class Borrowing:
 
 class Loans:
     """One connection's side: what we lend and what we borrow; without `own` only of segments."""
-
-    __slots__ = ("_arrays", "_borrowed", "_connection", "_lent", "_own", "_process", "_told", "copies")
 
     def __init__(self, connection: Segmented, arrays: SharedArrays, own: OwnMemory | None = None) -> None:
         self._connection = connection

@@ -38,8 +38,6 @@ ARENA_SHARE: Final = 16
 class _Arena:
     """One segment, and what is free in it: `holes`, in order, as (begin, end)."""
 
-    __slots__ = ("address", "holes", "number", "segment")
-
     def __init__(self, number: int, segment: Segment) -> None:
         self.number = number
         self.segment = segment

@@ -30,8 +30,6 @@ class Doorbell:
     hears it any more: this is closed, or the loop is without that, or both are garbage; then perhaps in another thread.
     """
 
-    __slots__ = ("_fds", "_handle", "_lookers", "_loop", "_pollers", "_words", "awake", "eventfd", "page", "rings")
-
     def __init__(self, loop: asyncio.AbstractEventLoop, fds: SocketSet, on_end: Callable[[], None]) -> None:
         self._loop = loop
         self._fds = fds
@@ -129,8 +127,6 @@ class Doorbell:
 class _Heard:
     """What a loop calls when it hears the doorbell. Only that keeps it: it goes when the bell is heard no more."""
 
-    __slots__ = ("_on_end", "_rung")
-
     def __init__(self, rung: Callable[[], None], on_end: Callable[[], None]) -> None:
         self._rung = rung
         self._on_end = on_end
@@ -144,8 +140,6 @@ class _Heard:
 
 class Ringer:
     """A peer's doorbell, to ring. Takes both descriptors."""
-
-    __slots__ = ("_eventfd", "_fds", "_page", "_words")
 
     def __init__(self, fds: SocketSet, eventfd: int, page: AttachedSegment) -> None:
         self._fds = fds

@@ -73,8 +73,6 @@ class ProcessMemory:
     Raises OSError if we may not read it, or it is another process than the one that the token is of.
     """
 
-    __slots__ = ("_check", "_here", "_octets", "_pid", "_source", "_target", "_there", "failed")
-
     def __init__(self, pid: int, token: Token) -> None:
         self._pid = pid
         self.failed = False
@@ -149,8 +147,6 @@ class RemoteBytes:
 
 class OwnMemory:
     """What we let others read, as long as this is there. For one thread."""
-
-    __slots__ = ("_ends", "_found", "_here", "_octets", "token")
 
     def __init__(self) -> None:
         self._octets = octets = ctypes.create_string_buffer(secrets.token_bytes(TOKEN_BYTES), TOKEN_BYTES)

@@ -41,8 +41,6 @@ def half_bytes(ring_bytes: int) -> int:
 class RingWriter:
     """Our half of a pair, as the writer of its ring. `peer` is the other half, which tells what was taken."""
 
-    __slots__ = ("_own", "_peer", "_ring", "_sent", "_size", "_taken", "_wanting")
-
     def __init__(self, own: memoryview, peer: memoryview) -> None:
         self._own = own[:HALF_CONTROL_BYTES].cast("Q")
         self._peer = peer[:HALF_CONTROL_BYTES].cast("Q")
@@ -120,8 +118,6 @@ class RingWriter:
 
 class RingReader:
     """The other half of a pair, as the reader of its ring. `own` is our half, where we say what was taken."""
-
-    __slots__ = ("_own", "_ring", "_sent", "_size", "taken", "words")
 
     def __init__(self, own: memoryview, peer: memoryview) -> None:
         self._own = own[:HALF_CONTROL_BYTES].cast("Q")

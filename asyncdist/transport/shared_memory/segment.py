@@ -82,8 +82,6 @@ class Segment:
     Raises OSError where there is none to be had.
     """
 
-    __slots__ = ("_fds", "_map", "fd", "size", "view")
-
     def __init__(self, size: int, fds: SocketSet, name: str = "asyncdist") -> None:
         import fcntl
 
@@ -117,8 +115,6 @@ class AttachedSegment:
     Raises RemoteProtocolError unless the descriptor is a memfd of exactly `size` bytes that can change no more, OSError
     if this process has no descriptor or address space left for it.
     """
-
-    __slots__ = ("_map", "size", "view")
 
     def __init__(self, fd: int, size: int) -> None:
         import fcntl
@@ -175,8 +171,6 @@ def send_parcel(sock: socket.socket, kind: int, number: int = 0, size: int = 0, 
 
 class ParcelReader:
     """Cuts what a socket delivers into parcels; never reads past the one that is asked for."""
-
-    __slots__ = ("_cut", "_data", "_fds")
 
     def __init__(self) -> None:
         self._data = b""
