@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any, ClassVar, Final, Protocol
 
+from asyncdist.concurrency import trace as events
 from asyncdist.concurrency.spin import MeshSpins
 from asyncdist.errors import ClosedError, DistError, PeerLostError
 from asyncdist.transport.addresses import Endpoint, PeerAddress
@@ -184,6 +185,66 @@ class BaseMesh:
             self.send_control(rank, payload)
         return reached
 
+    def drop_group(self, group: bytes, discarded: Discarded | None = None) -> None:
+        """Forget every operation of a group (8 bytes) or one operation (16 bytes), telling no sink.
+
+        When this returns, no array of the group is read or written any more. `discarded` hears of the group's messages
+        that are thrown away, those that are still to come included.
+        """
+        self._dropped.add(group, discarded)
+        self._any_source.drop_group(group)
+        for core in self._all_cores():
+            core.drop_group(group)
+
+    # -- the end
+
+    async def close(self, timeout_s: float, last: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Leave: send what was posted, say goodbye to every peer, and wait for each to hang up, at most `timeout_s`.
+
+        `last` is awaited then, before connections are refused: until it has ended, who dials is told that we leave.
+        Whoever has not hung up by then is cut off. Operations still pending fail with ClosedError. Cancelled, it
+        aborts. Idempotent; concurrent calls wait for the same end.
+        """
+        try:
+            if not self._closed_because:
+                self._closing = True
+                self._leave()
+                self._look_for_end()
+                try:
+                    async with asyncio.timeout(timeout_s):
+                        await self._all_ended.wait()
+                except TimeoutError:
+                    text = "rank %d: ranks %s did not hang up within %g s and are cut off"
+                    events.info(text, self.rank, self._not_ended(), timeout_s)
+            if last is not None:
+                await last()
+        finally:
+            self.abort("the mesh is closed")
+            if self._tasks:
+                await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def abort(self, reason: str = "the mesh was aborted") -> None:
+        """Close everything at once, without goodbye: peers see this rank as lost.
+
+        Pending operations fail with ClosedError. Idempotent. `close` may still be awaited afterwards; then it only
+        waits for what was cancelled here.
+        """
+        if self._closed_because:
+            return
+        self._closing = True
+        self._closed_because = reason
+        for task in self._tasks:
+            task.cancel()
+        error = ClosedError(f"rank {self.rank}: {reason}")
+        self._close_all(error)
+        self._any_source.fail(error)
+        self._look_for_end()
+
+    def _look_for_end(self) -> None:
+        """Wake `close` once every connection has reached its end."""
+        if self._closing and not self._not_ended():
+            self._all_ended.set()
+
     # -- what the connections are made of
 
     async def listen(
@@ -215,30 +276,28 @@ class BaseMesh:
         """Whether `rank` is connected to us or is about to be: then its loss will be noticed here."""
         raise NotImplementedError
 
-    def drop_group(self, group: bytes, discarded: Discarded | None = None) -> None:
-        """Forget every operation of a group (8 bytes) or one operation (16 bytes), telling no sink.
-
-        `discarded` hears of the group's messages that are thrown away, those that are still to come included.
-        """
-        raise NotImplementedError
-
-    async def close(self, timeout_s: float, last: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Leave: send what was posted, say goodbye, wait for the others to hang up, at most `timeout_s`.
-
-        `last` is awaited then, before connections are refused: until it has ended, who dials is told that we leave.
-        """
-        raise NotImplementedError
-
-    def abort(self, reason: str = "the mesh was aborted") -> None:
-        """Close everything at once, without goodbye."""
-        raise NotImplementedError
-
     def describe(self, rank: int) -> str:
         """One line about how `rank` is reached."""
         raise NotImplementedError
 
     def statistics(self) -> dict[str, Any]:
         """Counts, for tests and the curious."""
+        raise NotImplementedError
+
+    def _all_cores(self) -> Iterable[PeerCore]:
+        """The cores of all connections, whichever side has made them."""
+        raise NotImplementedError
+
+    def _leave(self) -> None:
+        """Say goodbye to every peer, behind what was posted."""
+        raise NotImplementedError
+
+    def _not_ended(self) -> list[int]:
+        """Other ranks whose connections have not reached their end."""
+        raise NotImplementedError
+
+    def _close_all(self, error: ClosedError) -> None:
+        """Close everything now; pending operations fail with `error`."""
         raise NotImplementedError
 
     # -- for subclasses

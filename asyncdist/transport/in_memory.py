@@ -7,10 +7,10 @@ random, take random times, and are accepted in part, but never change their orde
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 from asyncdist.errors import ClosedError, PeerLostError, RemoteProtocolError
@@ -18,7 +18,6 @@ from asyncdist.transport.addresses import Endpoint, PeerAddress
 from asyncdist.transport.base_mesh import BaseMesh, MeshOwner
 from asyncdist.transport.context import Absence
 from asyncdist.transport.protocol.frame import MAX_CALL_BYTES
-from asyncdist.transport.protocol.matching import Discarded
 from asyncdist.transport.protocol.operations import NO_GOODBYE
 from asyncdist.transport.protocol.peer import PeerCore
 
@@ -232,15 +231,15 @@ class MemoryNetwork:
         return [data[start:end] for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True) if end > start]
 
 
+@dataclass
 class _Peer:
     """One rank as another sees it. `link` is None before it is open; `state` is for people."""
 
-    def __init__(self, core: PeerCore) -> None:
-        self.core = core
-        self.link: MemoryLink | None = None
-        self.requested = False
-        self.ended = False
-        self.state = "not connected"
+    core: PeerCore
+    link: MemoryLink | None = None
+    requested: bool = False
+    ended: bool = False
+    state: str = "not connected"
 
 
 class MemoryMesh(BaseMesh):
@@ -317,37 +316,7 @@ class MemoryMesh(BaseMesh):
         peer = self._peers.get(rank)
         return peer is not None and not peer.ended and (peer.requested or peer.link is not None)
 
-    def drop_group(self, group: bytes, discarded: Discarded | None = None) -> None:
-        """See BaseMesh.drop_group."""
-        self._dropped.add(group, discarded)
-        self._any_source.drop_group(group)
-        for peer in self._peers.values():
-            peer.core.drop_group(group)
-
     # -- the end
-
-    async def close(self, timeout_s: float, last: Callable[[], Awaitable[None]] | None = None) -> None:
-        """See BaseMesh.close."""
-        try:
-            if not self._closed_because:
-                self._closing = self.has_left = True
-                for rank in list(self._peers):
-                    if rank != self.rank:
-                        self._leave(rank)
-                self._check_ended()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(timeout_s):
-                        await self._all_ended.wait()
-            if last is not None:
-                await last()
-        finally:
-            self._shut("the mesh is closed")
-            if self._tasks:
-                await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def abort(self, reason: str = "the mesh was aborted") -> None:
-        """See BaseMesh.abort."""
-        self._shut(reason)
 
     def describe(self, rank: int) -> str:
         """See BaseMesh.describe."""
@@ -383,7 +352,7 @@ class MemoryMesh(BaseMesh):
         if rank != self.rank:
             self._owner.peer_connected(rank)
         if self._closing:
-            self._network.loop.call_soon(self._leave, rank)
+            self._network.loop.call_soon(self._leave_peer, rank)
 
     def link_refused(self, rank: int, left: bool) -> None:
         """`rank` has ended before a connection was made."""
@@ -431,7 +400,7 @@ class MemoryMesh(BaseMesh):
         self._finish(rank, "left", error)
         self._source_gone(rank, error)
         self._owner.peer_left(rank)
-        self._check_ended()
+        self._look_for_end()
 
     def _peer_lost(self, rank: int, cause: Exception) -> None:
         error = PeerLostError(f"rank {self.rank} lost rank {rank}: {cause}", rank)
@@ -439,7 +408,7 @@ class MemoryMesh(BaseMesh):
         self._finish(rank, "lost", error)
         self._source_gone(rank, error)
         self._owner.peer_lost(rank, error)
-        self._check_ended()
+        self._look_for_end()
 
     def _finish(self, rank: int, state: str, error: Exception) -> None:
         peer = self._peers[rank]
@@ -448,9 +417,9 @@ class MemoryMesh(BaseMesh):
         if peer.link is not None:
             peer.link.hang_up(self)
         peer.core.fail(error)
-        self._check_ended()
+        self._look_for_end()
 
-    def _leave(self, rank: int) -> None:
+    def _leave_peer(self, rank: int) -> None:
         peer = self._peers[rank]
         if peer.ended:
             return
@@ -460,9 +429,17 @@ class MemoryMesh(BaseMesh):
         elif not peer.core.has_output:
             self._finish(rank, "closed", ClosedError(f"the connection to rank {rank} was closed here"))
 
-    def _check_ended(self) -> None:
-        if self._closing and all(peer.ended or rank == self.rank for rank, peer in self._peers.items()):
-            self._all_ended.set()
+    def _all_cores(self) -> list[PeerCore]:
+        return [peer.core for peer in self._peers.values()]
+
+    def _leave(self) -> None:
+        self.has_left = True
+        for rank in list(self._peers):
+            if rank != self.rank:
+                self._leave_peer(rank)
+
+    def _not_ended(self) -> list[int]:
+        return [rank for rank, peer in self._peers.items() if not peer.ended and rank != self.rank]
 
     def _peer(self, rank: int) -> _Peer:
         peer = self._peers.get(rank)
@@ -470,19 +447,10 @@ class MemoryMesh(BaseMesh):
             peer = self._peers[rank] = _Peer(self._new_core(rank))
         return peer
 
-    def _shut(self, reason: str) -> None:
-        if self._closed_because:
-            return
-        self._closing = True
-        self._closed_because = reason
-        for task in self._tasks:
-            task.cancel()
-        error = ClosedError(f"rank {self.rank}: {reason}")
+    def _close_all(self, error: ClosedError) -> None:
         for rank, peer in list(self._peers.items()):
             if not peer.ended:
                 if peer.link is not None:
                     peer.link.cut()
                 self._finish(rank, "closed", error)
-        self._any_source.fail(error)
         self.cores[:] = [None] * self.world_size
-        self._check_ended()

@@ -18,6 +18,7 @@ import socket
 import struct
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 __all__ = ["DEFAULT_KEEPALIVE_S", "MIN_KEEPALIVE_S", "KeepaliveWatch", "keepalive_from_environ", "set_keepalive"]
@@ -74,13 +75,13 @@ class Socket(Protocol):
         """See socket."""
 
 
+@dataclass
 class _Watched:
     """One connection: since when something is to be acknowledged, and nothing has been."""
 
-    def __init__(self, sock: Socket, on_silent: Callable[[Exception], None]) -> None:
-        self.sock = sock
-        self.on_silent = on_silent
-        self.waiting_since_s = math.inf
+    sock: Socket
+    on_silent: Callable[[Exception], None]
+    waiting_since_s: float = math.inf
 
 
 class KeepaliveWatch:

@@ -20,7 +20,6 @@ from asyncdist.transport.fork import SocketSet
 from asyncdist.transport.host_memory import HostMemory
 from asyncdist.transport.keepalive import KeepaliveWatch
 from asyncdist.transport.protocol.hello import Identity, ListenerHello
-from asyncdist.transport.protocol.matching import Discarded
 from asyncdist.transport.protocol.peer import PeerCore
 from asyncdist.transport.spin import Neighbors, Spinner, settle, vacate
 
@@ -152,60 +151,13 @@ class Mesh(BaseMesh):
         link = self._links.get(rank)
         return link is not None and link.state in (LinkState.CONNECTING, LinkState.OPEN)
 
-    def drop_group(self, group: bytes, discarded: Discarded | None = None) -> None:
-        """Forget every operation of the group with id `group` (8 bytes), telling no sink; late messages are drained.
-
-        16 bytes (group, tag, sequence) name one operation of a group.
-
-        On return no array of the group is read or written any more. `discarded` hears of the group's messages that are
-        thrown away, those that are still to come included.
-        """
-        self._dropped.add(group, discarded)
-        self._any_source.drop_group(group)
-        for link in self._links.values():
-            link.core.drop_group(group)
-        own = self.cores[self.rank] if self._loopback is not None else None
-        if own is not None:
-            own.drop_group(group)
-
     # -- the end
-
-    async def close(self, timeout_s: float, last: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Leave: send what was posted, say goodbye to every peer, and wait for each to hang up, at most `timeout_s`.
-
-        `last` is awaited then, before connections are refused: until it has ended, who dials is told that we leave.
-        Whoever has not hung up by then is cut off. Operations still pending fail with ClosedError. Cancelled, it
-        aborts. Idempotent; concurrent calls wait for the same end.
-        """
-        try:
-            if not self._closed_because:
-                self._closing = True
-                for link in list(self._links.values()):
-                    link.leave()
-                self.link_ended()
-                await self._await_ends(timeout_s)
-            if last is not None:
-                await last()
-        finally:
-            self._shut("the mesh is closed")
-            if self._tasks:
-                await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def abort(self, reason: str = "the mesh was aborted") -> None:
-        """Close everything at once, without goodbye: peers see this rank as lost.
-
-        Pending operations fail with ClosedError. Idempotent. `close` may still be awaited afterwards; then it only
-        waits for what was cancelled here.
-        """
-        self._shut(reason)
 
     def describe(self, rank: int) -> str:
         """One line about how `rank` is reached."""
-        if rank == self.rank:
-            return f"rank {rank}: itself"
         link = self._links.get(rank)
-        if link is None:
-            return f"rank {rank}: {LinkState.IDLE.value}"
+        if rank == self.rank or link is None:
+            return f"rank {rank}: {'itself' if rank == self.rank else LinkState.IDLE.value}"
         return f"rank {rank}: {link.label or link.state.value}" + (f" ({link.state.value})" if link.ended else "")
 
     def statistics(self) -> dict[str, Any]:
@@ -249,9 +201,8 @@ class Mesh(BaseMesh):
         self._owner.peer_left(rank)
 
     def link_ended(self) -> None:
-        """Wake `close` when no link is left."""
-        if self._closing and all(link.ended for link in self._links.values()):
-            self._all_ended.set()
+        """A link has reached its end."""
+        self._look_for_end()
 
     # -- inside
 
@@ -321,19 +272,24 @@ class Mesh(BaseMesh):
                 if loop.time() - until_s <= LATE_S:
                     raise TimeoutError(f"no answer within {limit_s:g} s") from None
 
-    def _shut(self, reason: str) -> None:
-        if self._closed_because:
-            return
-        self._closing = True
-        self._closed_because = reason
+    def _all_cores(self) -> list[PeerCore]:
+        cores = [link.core for link in self._links.values()]
+        own = self.cores[self.rank]
+        return cores if own is None else [*cores, own]
+
+    def _leave(self) -> None:
+        for link in list(self._links.values()):
+            link.leave()
+
+    def _not_ended(self) -> list[int]:
+        return [rank for rank, link in self._links.items() if not link.ended]
+
+    def _close_all(self, error: ClosedError) -> None:
         own = self.cores[self.rank]
         self.cores[:] = [None] * self.world_size
         self._listener.close()
         if self._resolve_turn is not None:
             self._resolve_turn.cancel()
-        for task in self._tasks:
-            task.cancel()
-        error = ClosedError(f"rank {self.rank}: {reason}")
         for link in list(self._links.values()):
             link.abort(error)
         if self._loopback is not None:
@@ -342,16 +298,6 @@ class Mesh(BaseMesh):
         vacate(self._context.identity)
         if own is not None:
             own.fail(error)
-        self._any_source.fail(error)
-        self.link_ended()
-
-    async def _await_ends(self, timeout_s: float) -> None:
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._all_ended.wait()
-        except TimeoutError:
-            slow = [rank for rank, link in self._links.items() if not link.ended]
-            events.info("rank %d: ranks %s did not hang up within %g s and are cut off", self.rank, slow, timeout_s)
 
     def _forked(self) -> None:
         """In the child: sockets are closed; nothing may touch the parent's loop, and no sink may be called."""

@@ -14,6 +14,7 @@ import math
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable
 from threading import get_ident
 from time import perf_counter
@@ -55,7 +56,7 @@ _give_core_away = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 MAX_NEIGHBORS: Final = 4
 """Sockets that are looked at: each costs a system call, so with more of them a round would take too long to pay."""
-_residents: dict[tuple[bytes, int], int] = {}
+_residents: Counter[tuple[bytes, int]] = Counter()
 
 
 class Spinner:
@@ -213,18 +214,15 @@ class Neighbors:
 
 def settle(identity: Identity) -> None:
     """This rank lives in this process, from now on."""
-    place = identity.world_id, identity.rank
-    _residents[place] = _residents.get(place, 0) + 1
+    _residents[identity.world_id, identity.rank] += 1
 
 
 def vacate(identity: Identity) -> None:
     """It does no more."""
     place = identity.world_id, identity.rank
-    left = _residents.get(place, 0) - 1
-    if left > 0:
-        _residents[place] = left
-    else:
-        _residents.pop(place, None)
+    _residents[place] -= 1
+    if _residents[place] <= 0:
+        del _residents[place]
 
 
 def lives_here(world_id: bytes, rank: int) -> bool:

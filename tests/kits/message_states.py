@@ -1,4 +1,4 @@
-"""Checks every change of state of a send, a receive and a stream against the tables of `transport.protocol`.
+"""Checks every change of state of a send, a receive and a stream against tables.
 
 `watch_states()` puts a property in the place of each `state` slot. Without it a change of state is a plain store.
 """
@@ -8,14 +8,30 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from asyncdist.transport.protocol.operations import (
-    RECEIVE_TRANSITIONS,
-    SEND_TRANSITIONS,
-    STREAM_TRANSITIONS,
-    Receive,
-    SendOp,
-    Stream,
-)
+from asyncdist.transport.protocol.operations import Receive, ReceiveState, SendOp, SendState, Stream, StreamState
+
+_S, _R = SendState, ReceiveState
+
+SEND_TRANSITIONS: Mapping[int, Collection[int]] = {
+    _S.POSTED: (_S.EAGER, _S.HELD, _S.OFFERED, _S.STREAMING, _S.LENT, _S.SENT),
+    _S.EAGER: (_S.SENT, _S.FAILED, _S.WITHDRAWN, _S.DROPPED),
+    _S.HELD: (_S.EAGER, _S.OFFERED, _S.STREAMING, _S.LENT, _S.FAILED, _S.WITHDRAWN, _S.DROPPED),
+    _S.OFFERED: (_S.STREAMING, _S.LENT, _S.SENT, _S.FAILED, _S.WITHDRAWN, _S.DROPPED),
+    _S.STREAMING: (_S.SENT, _S.FAILED, _S.DROPPED),
+    _S.LENT: (_S.STREAMING, _S.SENT, _S.FAILED, _S.DROPPED),
+}
+"""From each state of a send to those that may follow. No other state has any."""
+
+RECEIVE_TRANSITIONS: Mapping[int, Collection[int]] = {
+    _R.POSTED: (_R.PULLED_EARLY, _R.STREAMING, _R.RECEIVED, _R.FAILED, _R.WITHDRAWN, _R.DROPPED),
+    _R.PULLED_EARLY: (_R.POSTED, _R.STREAMING, _R.FAILED, _R.DROPPED),
+    _R.STREAMING: (_R.RECEIVED, _R.FAILED, _R.DROPPED),
+}
+
+STREAM_TRANSITIONS: Mapping[int, Collection[int]] = {
+    StreamState.TRAVELS: (StreamState.COPYING,),
+    StreamState.COPYING: (StreamState.COPIED, StreamState.REFUSED),
+}
 
 TABLES: Mapping[type, Mapping[int, Collection[int]]] = {
     SendOp: SEND_TRANSITIONS,

@@ -46,12 +46,7 @@ class SendWindow:
         self._keys: dict[bytes, deque[SendOp]] = {}
 
     @property
-    def holding(self) -> bool:
-        """Whether any message is held back."""
-        return bool(self._held)
-
-    @property
-    def held_count(self) -> int:
+    def holding(self) -> int:
         """How many messages are held back."""
         return len(self._held)
 
@@ -73,21 +68,13 @@ class SendWindow:
         ops = self._keys.get(key)
         return ops[0] if ops else None
 
-    def release(self, op: SendOp) -> None:
-        """Hold `op`, the oldest of its key, no longer."""
-        del self._held[op]
-        ops = self._keys[op.key]
-        ops.popleft()
-        if not ops:
-            del self._keys[op.key]
-
-    def withdraw(self, op: SendOp) -> bool:
-        """Hold `op`, of whatever age, no longer; False if it is not held."""
+    def release(self, op: SendOp) -> bool:
+        """Hold `op` no longer; False if it is not held."""
         if op not in self._held:
             return False
         del self._held[op]
         ops = self._keys[op.key]
-        ops.remove(op)
+        ops.remove(op)  # in nearly all cases the first
         if not ops:
             del self._keys[op.key]
         return True
@@ -145,12 +132,7 @@ class SendWindow:
 
     def answer(self, key: bytes) -> bool:
         """Whether a message of `key` that now goes was asked for; counts it as the answer."""
-        count = self.asked.get(key, 0)
-        if count > 1:
-            self.asked[key] = count - 1
-        elif count:
-            del self.asked[key]
-        return count > 0
+        return bool(self.asked) and _count_answer(self.asked, key)
 
 
 class ReceiveWindow:
@@ -187,12 +169,7 @@ class ReceiveWindow:
 
     def answered(self, key: bytes) -> None:
         """A message has come because it was asked for: there may be room to ask for others."""
-        count = self.asked.get(key, 0)
-        if count > 1:
-            self.asked[key] = count - 1
-        elif count:
-            del self.asked[key]
-        else:
+        if not _count_answer(self.asked, key):
             raise RemoteProtocolError(f"the peer answered what it was not asked ({describe_key(key)})")
         if self.unasked and len(self.asked) <= MAX_ASKS // 2:
             self.unasked = self.renewing = False
@@ -228,3 +205,13 @@ class ReceiveWindow:
         if self._traffic == POINT_TO_POINT:
             for receive in self._any_table:
                 self.ask(receive.key)
+
+
+def _count_answer(asked: dict[bytes, int], key: bytes) -> bool:
+    """Ask for one message of `key` less; False if none was asked for."""
+    count = asked.get(key, 0)
+    if count > 1:
+        asked[key] = count - 1
+    elif count:
+        del asked[key]
+    return count > 0

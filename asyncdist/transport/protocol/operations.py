@@ -1,22 +1,20 @@
 """Sends and receives: what is posted, the states of each, who is told of its end, and what it raises.
 
-A change of state is a plain store. Tests check each against the tables of transitions here, and show that all occur.
+A change of state is a plain store. Tests check each against tables (`tests/kits/message_states.py`), and show that all
+occur.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Final, Protocol, TypeAlias, TypeVar
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, TypeVar
 
 from asyncdist.errors import CollectiveTimeoutError, DistError, GroupAbortedError, PeerLostError
-from asyncdist.transport.protocol.frame import MAX_LENGTH, MAX_META_BYTES
 
 __all__ = [
     "NO_GOODBYE",
-    "RECEIVE_TRANSITIONS",
-    "SEND_TRANSITIONS",
-    "STREAM_TRANSITIONS",
     "EarlyStream",
     "Receive",
     "ReceiveState",
@@ -104,30 +102,6 @@ class StreamState(enum.IntEnum):
     """They could not be read, so they travel after all."""
 
 
-_S: TypeAlias = SendState
-_R: TypeAlias = ReceiveState
-
-SEND_TRANSITIONS: Final[Mapping[int, Collection[int]]] = {
-    _S.POSTED: (_S.EAGER, _S.HELD, _S.OFFERED, _S.STREAMING, _S.LENT, _S.SENT),
-    _S.EAGER: (_S.SENT, _S.FAILED, _S.WITHDRAWN, _S.DROPPED),
-    _S.HELD: (_S.EAGER, _S.OFFERED, _S.STREAMING, _S.LENT, _S.FAILED, _S.WITHDRAWN, _S.DROPPED),
-    _S.OFFERED: (_S.STREAMING, _S.LENT, _S.SENT, _S.FAILED, _S.WITHDRAWN, _S.DROPPED),
-    _S.STREAMING: (_S.SENT, _S.FAILED, _S.DROPPED),
-    _S.LENT: (_S.STREAMING, _S.SENT, _S.FAILED, _S.DROPPED),
-}
-"""From each state of a send to those that may follow. No other state has any."""
-
-RECEIVE_TRANSITIONS: Final[Mapping[int, Collection[int]]] = {
-    _R.POSTED: (_R.PULLED_EARLY, _R.STREAMING, _R.RECEIVED, _R.FAILED, _R.WITHDRAWN, _R.DROPPED),
-    _R.PULLED_EARLY: (_R.POSTED, _R.STREAMING, _R.FAILED, _R.DROPPED),
-    _R.STREAMING: (_R.RECEIVED, _R.FAILED, _R.DROPPED),
-}
-
-STREAM_TRANSITIONS: Final[Mapping[int, Collection[int]]] = {
-    StreamState.TRAVELS: (StreamState.COPYING,),
-    StreamState.COPYING: (StreamState.COPIED, StreamState.REFUSED),
-}
-
 _SEND_POSTED: Final = SendState.POSTED
 _RECEIVE_POSTED: Final = ReceiveState.POSTED
 
@@ -162,13 +136,6 @@ class SendOp:
         self.state = _SEND_POSTED
         self._id = 0  # under which it is offered or streams
         self._offset = 0  # of the next fragment
-
-    def check_size(self) -> None:
-        """Raise ValueError for what no frame says."""
-        if len(self.meta) > MAX_META_BYTES:
-            raise ValueError(f"meta of {len(self.meta)} bytes exceeds {MAX_META_BYTES}")
-        if len(self.payload) > MAX_LENGTH:
-            raise ValueError(f"message of {len(self.payload)} bytes exceeds {MAX_LENGTH}")
 
     def complete(self) -> None:
         """Tell the sink that the payload is free, unless the send has ended already."""
@@ -249,6 +216,7 @@ class Receive:
             self.state = ReceiveState.DROPPED
 
 
+@dataclass(slots=True, eq=False)
 class Stream:
     """A message on its way into `view`: pulled, or eager and only partly here.
 
@@ -256,17 +224,12 @@ class Stream:
     pull without an answer.
     """
 
-    __slots__ = ("early_key", "offset", "receive", "state", "total", "view")
-
-    def __init__(
-        self, receive: Receive | None, view: memoryview | None, total: int, early_key: bytes | None = None
-    ) -> None:
-        self.receive = receive
-        self.view = view
-        self.total = total
-        self.offset = 0
-        self.state = StreamState.TRAVELS
-        self.early_key = early_key
+    receive: Receive | None
+    view: memoryview | None
+    total: int
+    early_key: bytes | None = None
+    offset: int = 0
+    state: StreamState = StreamState.TRAVELS
 
     def abandon(self) -> None:
         """Write nowhere any more."""

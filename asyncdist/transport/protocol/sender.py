@@ -42,6 +42,7 @@ from asyncdist.transport.protocol.frame import (
     JOIN_BYTES,
     MAX_CONTROL_BYTES,
     MAX_EARLY_PULLS,
+    MAX_LENGTH,
     MAX_META_BYTES,
     MAX_OFFERS,
     MESSAGE_OVERHEAD_BYTES,
@@ -136,7 +137,10 @@ class Sender:
             raise anew(self.error)
         if self.leaving:
             raise ClosedError(f"cannot send to rank {self._peer_rank}: the connection is being closed")
-        op.check_size()
+        if len(op.meta) > MAX_META_BYTES:
+            raise ValueError(f"meta of {len(op.meta)} bytes exceeds {MAX_META_BYTES}")
+        if len(op.payload) > MAX_LENGTH:
+            raise ValueError(f"message of {len(op.payload)} bytes exceeds {MAX_LENGTH}")
 
     def _dispatch(self, op: SendOp) -> None:
         """Choose the way of a new message: to the peer's early pull, eagerly, as an offer, or held back."""
@@ -387,7 +391,7 @@ class Sender:
             self._unsend(op, message_id)
         elif self._offers.withdraw(op):
             self.queue.push_data(pack_header(Kind.WITHDRAW, message_id=message_id))  # not ahead of its offer
-        elif not self.windows[traffic].withdraw(op):
+        elif not self.windows[traffic].release(op):
             return False
         op.state = SendState.WITHDRAWN
         self._release(traffic)
@@ -435,7 +439,7 @@ class Sender:
         """What is offered, held back and under way."""
         return {
             "offered": len(self._offers),
-            "held": sum(window.held_count for window in self.windows),
+            "held": sum(window.holding for window in self.windows),
             "early_pulls": len(self._early_pulls),
             "streams_out": len(self.queue.streaming),
             "credit": sum(window.credit for window in self.windows),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from asyncdist.errors import RemoteProtocolError
@@ -23,24 +24,20 @@ if TYPE_CHECKING:
 __all__ = ["UnexpectedMessage", "UnexpectedQueue"]
 
 
+@dataclass(slots=True, eq=False)
 class UnexpectedMessage:
     """A message that came before its receive: with its payload, or (None) an offer of it.
 
     `returned`: it had met a receive that was given up, and its sender has its credit back.
     """
 
-    __slots__ = ("arrival", "fingerprint", "length", "message_id", "meta", "payload", "returned")
-
-    def __init__(
-        self, payload: bytes | memoryview | None, length: int, meta: bytes, fingerprint: int, message_id: int
-    ) -> None:
-        self.payload = payload
-        self.length = length
-        self.meta = meta
-        self.fingerprint = fingerprint
-        self.message_id = message_id
-        self.arrival = 0
-        self.returned = False
+    payload: bytes | memoryview | None
+    length: int
+    meta: bytes
+    fingerprint: int
+    message_id: int
+    arrival: int = 0
+    returned: bool = False
 
 
 class UnexpectedQueue:
@@ -98,8 +95,8 @@ class UnexpectedQueue:
 
     def put_back(self, key: bytes, payload: bytes, meta: bytes, fingerprint: int) -> None:
         """Keep a point-to-point message that was taken already, ahead of all others of its key."""
-        message = UnexpectedMessage(payload, len(payload), meta, fingerprint, 0)
-        message.returned = True  # its arrival, 0, is before all others' too
+        # Its arrival, 0, is before all others' too.
+        message = UnexpectedMessage(payload, len(payload), meta, fingerprint, 0, returned=True)
         queue = self.queues.get(key)
         if queue is not None:
             queue.appendleft(message)

@@ -12,14 +12,13 @@ from unittest import mock
 import message_states
 import pytest
 from lending_pair import LendingPair, post
+from message_states import RECEIVE_TRANSITIONS, SEND_TRANSITIONS
 from small_limits import EAGER, LEND, OFFERS, small_limits
 from transport_pair import Pair, Recorder, collective, p2p, receive, send
 
 from asyncdist.errors import PeerLostError
 from asyncdist.transport.protocol import receiver, sender
 from asyncdist.transport.protocol.operations import (
-    RECEIVE_TRANSITIONS,
-    SEND_TRANSITIONS,
     Receive,
     ReceiveState,
     SendOp,
