@@ -19,8 +19,7 @@ from transport_pair import Pair, Recorder, collective, p2p, receive, send
 from asyncdist.errors import RemoteProtocolError
 from asyncdist.transport.protocol.frame import (
     EARLY_ID,
-    FLAG_ABORT,
-    FLAG_END,
+    Flag,
     Kind,
     pack_fragment,
     pack_header,
@@ -41,10 +40,10 @@ ON_OFFERS = [Kind.PULL, Kind.DISCARD, Kind.WITHDRAW]
 AGREED = pack_memory(*OWN.token) + pack_header(Kind.MAPPED, length=PROCESS)
 LOANS = st.one_of(
     st.builds(pack_lent, st.just(EARLY_ID), st.just(PROCESS), ADDRESSES, st.sampled_from([3000, 3000, 3000, 10])),
-    st.builds(pack_header, st.just(Kind.RETURNED), flags=st.sampled_from([0, FLAG_ABORT]), message_id=st.just(2)),
+    st.builds(pack_header, st.just(Kind.RETURNED), flags=st.sampled_from([0, Flag.ABORT]), message_id=st.just(2)),
     st.builds(pack_header, st.sampled_from(ON_OFFERS), message_id=st.sampled_from([1, 2, 2])),
     st.builds(pack_header, st.sampled_from([Kind.MAPPED, Kind.UNMAP]), length=st.just(PROCESS)),
-    st.builds(pack_fragment, st.just(EARLY_ID), st.just(0), st.just(0), flags=st.sampled_from([FLAG_END, FLAG_ABORT])),
+    st.builds(pack_fragment, st.just(EARLY_ID), st.just(0), st.just(0), flags=st.sampled_from([Flag.END, Flag.ABORT])),
     st.just(pack_fragment(EARLY_ID, 0, 700) + bytes(700)),
     st.just(pack_memory(*OWN.token)),
 )

@@ -14,9 +14,9 @@ from asyncdist.errors import RemoteProtocolError
 from asyncdist.transport.protocol.frame import (
     CREDIT_BYTES,
     EARLY_ID,
-    FLAG_END,
     MAX_ASKS,
     POINT_TO_POINT,
+    Flag,
     Kind,
     describe_key,
     pack_header,
@@ -195,7 +195,7 @@ class ReceiveWindow:
         if len(self._table.entries) + len(self._any_table.entries) > MAX_ASKS // 2:
             return False
         self.renewing = True
-        self._queue.push_control(pack_header(Kind.ASK, flags=FLAG_END, key=key, message_id=self.stall))
+        self._queue.push_control(pack_header(Kind.ASK, flags=Flag.END, key=key, message_id=self.stall))
         return True
 
     def _ask_for_all(self) -> None:

@@ -6,12 +6,12 @@ integers are little-endian.
 | offset | size | field | meaning |
 | --- | --- | --- | --- |
 | 0 | 1 | kind | one of `Kind` |
-| 1 | 1 | flags | `FLAG_*` |
+| 1 | 1 | flags | `Flag` |
 | 2 | 2 | meta_bytes | bytes of meta after the header (DATA and OFFER), at most MAX_META_BYTES |
 | 4 | 4 | fingerprint | what the sender believes this message is part of (DATA, OFFER, FRAGMENT) |
 | 8 | 24 | key | the match key, or zero, or a fragment's offset (u64) and 16 zero bytes |
 | 32 | 8 | length | payload bytes of the message (FRAGMENT, CONTROL: of this frame) |
-| 40 | 4 | credit | bytes of credit given back, of the traffic class FLAG_CREDIT_COLLECTIVE names |
+| 40 | 4 | credit | bytes of credit given back, of the traffic class `Flag.CREDIT_COLLECTIVE` names |
 | 44 | 4 | message_id | see below |
 
 The match key is the 24 bytes as they travel: they are a dict key at both ends and are unpacked only for errors.
@@ -67,11 +67,6 @@ __all__ = [
     "EAGER_BYTES",
     "EARLY_ID",
     "EARLY_PULL_BYTES",
-    "FLAG_ABORT",
-    "FLAG_ASKED",
-    "FLAG_CREDIT_COLLECTIVE",
-    "FLAG_END",
-    "FLAG_LATE",
     "FRAGMENT_BYTES",
     "HEADER",
     "HEADER_BYTES",
@@ -92,6 +87,7 @@ __all__ = [
     "POINT_TO_POINT",
     "TRAFFIC_CLASSES",
     "ZERO_KEY",
+    "Flag",
     "Key",
     "Kind",
     "describe_key",
@@ -173,11 +169,15 @@ MAX_LENGTH: Final = 1 << 48
 EARLY_ID: Final = 1 << 31
 """Message ids from here on are chosen by the receiver (early pulls), those below by the sender (offers)."""
 
-FLAG_CREDIT_COLLECTIVE: Final = 1
-FLAG_ASKED: Final = 2
-FLAG_ABORT: Final = 4
-FLAG_END: Final = 8
-FLAG_LATE: Final = 16
+
+class Flag:
+    """Flags of frames, as plain integers."""
+
+    CREDIT_COLLECTIVE: Final = 1
+    ASKED: Final = 2
+    ABORT: Final = 4
+    END: Final = 8
+    LATE: Final = 16
 
 
 class Kind:

@@ -15,8 +15,6 @@ from asyncdist.errors import RemoteProtocolError
 from asyncdist.transport.protocol.frame import (
     COLLECTIVE,
     CREDIT_BYTES,
-    FLAG_ASKED,
-    FLAG_CREDIT_COLLECTIVE,
     FRAGMENT_BYTES,
     HEADER_BYTES,
     JOIN_BYTES,
@@ -24,6 +22,7 @@ from asyncdist.transport.protocol.frame import (
     MAX_CALL_BYTES,
     MAX_REPLIES,
     TRAFFIC_CLASSES,
+    Flag,
     Kind,
     pack_fragment,
     pack_header,
@@ -253,7 +252,7 @@ class OutputQueue:
         nbytes = sum(map(len, self._begun))
         for traffic, due in enumerate(self._credit_due):
             if due:
-                flags = FLAG_CREDIT_COLLECTIVE if traffic == COLLECTIVE else 0
+                flags = Flag.CREDIT_COLLECTIVE if traffic == COLLECTIVE else 0
                 self._control.appendleft(pack_header(Kind.CREDIT, flags=flags, credit=due))
                 self._credit_due[traffic] = 0
         control = self._control
@@ -381,7 +380,7 @@ class OutputQueue:
     def withdraw(self, op: SendOp) -> bool:
         """Forget the unwritten frame of `op`; False if there is none, or the peer has asked for it."""
         entry = next((entry for entry in self._data if entry[1] is op), None)
-        if entry is None or entry[0][1] & FLAG_ASKED:
+        if entry is None or entry[0][1] & Flag.ASKED:
             return False
         self._data.remove(entry)
         return True

@@ -16,9 +16,6 @@ from asyncdist.transport.protocol.flow_control import RETURN_CREDIT_BYTES
 from asyncdist.transport.protocol.frame import (
     COLLECTIVE,
     EAGER_BYTES,
-    FLAG_ABORT,
-    FLAG_CREDIT_COLLECTIVE,
-    FLAG_END,
     FRAGMENT_BYTES,
     HEADER_BYTES,
     MAX_CONTROL_BYTES,
@@ -26,6 +23,7 @@ from asyncdist.transport.protocol.frame import (
     MAX_READ_BYTES,
     MESSAGE_OVERHEAD_BYTES,
     POINT_TO_POINT,
+    Flag,
     Kind,
 )
 from asyncdist.transport.protocol.operations import Receive, ReceiveState, Stream
@@ -211,11 +209,11 @@ class Reader:
         if kind == Kind.PULL:
             self._sender.on_pull(key, length, message_id)
         elif kind == Kind.DISCARD:
-            self._sender.on_discard(message_id, ended=bool(flags & FLAG_ABORT))
+            self._sender.on_discard(message_id, ended=bool(flags & Flag.ABORT))
         elif kind == Kind.CREDIT:
-            self._sender.on_credit(COLLECTIVE if flags & FLAG_CREDIT_COLLECTIVE else POINT_TO_POINT, credit)
+            self._sender.on_credit(COLLECTIVE if flags & Flag.CREDIT_COLLECTIVE else POINT_TO_POINT, credit)
         elif kind == Kind.ASK:
-            self._sender.on_ask(key, message_id, anew=bool(flags & FLAG_END))
+            self._sender.on_ask(key, message_id, anew=bool(flags & Flag.END))
         elif kind == Kind.STALLED:
             self._receiver.on_stalled(key, length, message_id)
         elif kind == Kind.GOODBYE:
@@ -225,7 +223,7 @@ class Reader:
             self._receiver.on_withdraw(message_id)
         elif (loans := self._receiver.loans) is not None and Kind.RETURNED <= kind <= Kind.MEMORY:
             if kind == Kind.RETURNED:
-                copied = not flags & FLAG_ABORT
+                copied = not flags & Flag.ABORT
                 if self._sender.on_returned(message_id, copied=copied) and not copied:
                     loans.refused()
             elif kind == Kind.MAPPED:

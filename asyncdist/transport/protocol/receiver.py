@@ -30,16 +30,13 @@ from asyncdist.transport.protocol.frame import (
     EAGER_BYTES,
     EARLY_ID,
     EARLY_PULL_BYTES,
-    FLAG_ABORT,
-    FLAG_ASKED,
-    FLAG_END,
-    FLAG_LATE,
     FRAGMENT_BYTES,
     MAX_EARLY_PULLS,
     MAX_LENGTH,
     MESSAGE_OVERHEAD_BYTES,
     POINT_TO_POINT,
     TRAFFIC_CLASSES,
+    Flag,
     Kind,
     describe_key,
     pack_header,
@@ -257,11 +254,11 @@ class Receiver:
             )
         receive = self._match(key)
         if receive is None and key not in self._dropped:
-            self._unexpected.add_offer(key, length, meta, fingerprint, message_id, bool(flags & FLAG_ASKED))
+            self._unexpected.add_offer(key, length, meta, fingerprint, message_id, bool(flags & Flag.ASKED))
             return
         view = self._target_or_fail(receive, length, meta) if receive is not None else None
         if receive is None or view is None:
-            flags = FLAG_ABORT if receive is None else 0
+            flags = Flag.ABORT if receive is None else 0
             self._sender.queue.push_reply(pack_header(Kind.DISCARD, flags=flags, message_id=message_id))
             if receive is None:
                 self._dropped.discard(key, self.peer_rank, meta)
@@ -282,13 +279,13 @@ class Receiver:
     def on_fragment(self, flags: int, fingerprint: int, offset: int, length: int, message_id: int) -> Stream | None:
         """A fragment of a pulled message: where it goes. None if it was its end without payload."""
         stream = self._answered(fingerprint, message_id)
-        if flags & FLAG_END:
+        if flags & Flag.END:
             self._end_lent(stream, length, message_id)
             return None
-        if not flags & FLAG_ABORT:
+        if not flags & Flag.ABORT:
             self.pulls.advance(stream, offset, length, message_id)
             return stream
-        self._abort(message_id, late=bool(flags & FLAG_LATE))
+        self._abort(message_id, late=bool(flags & Flag.LATE))
         return None
 
     def _answered(self, fingerprint: int, message_id: int) -> Stream:
@@ -320,7 +317,7 @@ class Receiver:
 
         def returned(copied: bool) -> None:
             stream.state = StreamState.COPIED if copied else StreamState.REFUSED
-            flags = 0 if copied else FLAG_ABORT
+            flags = 0 if copied else Flag.ABORT
             self._sender.queue.push_control(pack_header(Kind.RETURNED, flags=flags, message_id=message_id))
 
         loans.copy(stream, source, returned)
@@ -381,7 +378,7 @@ class Receiver:
     def _admit(self, flags: int, key: bytes) -> None:
         """Check what every message must satisfy."""
         self._check_key(key)
-        if flags & FLAG_ASKED:
+        if flags & Flag.ASKED:
             self.windows[key[20]].answered(key)
 
     def _check_key(self, key: bytes) -> None:
@@ -445,7 +442,7 @@ class Receiver:
             self.partial.drop()
         for message in self._unexpected.drop_group(group):
             if message.payload is None:
-                frame = pack_header(Kind.DISCARD, flags=FLAG_ABORT, message_id=message.message_id)
+                frame = pack_header(Kind.DISCARD, flags=Flag.ABORT, message_id=message.message_id)
                 self._sender.queue.push_control(frame)
             self._dropped.discard(group, self.peer_rank, message.meta)
         self._sender.kick()

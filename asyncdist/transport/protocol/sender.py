@@ -34,10 +34,6 @@ from asyncdist.transport.protocol.frame import (
     EAGER_BYTES,
     EARLY_ID,
     EARLY_PULL_BYTES,
-    FLAG_ABORT,
-    FLAG_ASKED,
-    FLAG_END,
-    FLAG_LATE,
     HEADER,
     JOIN_BYTES,
     MAX_CONTROL_BYTES,
@@ -48,6 +44,7 @@ from asyncdist.transport.protocol.frame import (
     MESSAGE_OVERHEAD_BYTES,
     POINT_TO_POINT,
     TRAFFIC_CLASSES,
+    Flag,
     Kind,
     describe_key,
     pack_fragment,
@@ -159,7 +156,7 @@ class Sender:
         """Queue `op` eagerly or as an offer; False if there is room for neither (never when `asked`)."""
         nbytes = len(op.payload)
         charge = nbytes + len(op.meta) + MESSAGE_OVERHEAD_BYTES
-        flags = FLAG_ASKED if asked else 0
+        flags = Flag.ASKED if asked else 0
         if charge <= window.credit and nbytes <= (EARLY_PULL_BYTES if op.bulk else EAGER_BYTES):
             window.credit -= charge
             op.state = SendState.EAGER
@@ -223,7 +220,7 @@ class Sender:
             self._stream_early(held, message_id)
             self._release(COLLECTIVE)
         elif key in self._dropped:
-            self.queue.push_reply(pack_fragment(message_id, 0, 0, flags=FLAG_ABORT))
+            self.queue.push_reply(pack_fragment(message_id, 0, 0, flags=Flag.ABORT))
         else:
             self._early_pulls.add(key, length, message_id)
 
@@ -245,7 +242,7 @@ class Sender:
             if self._stop(op, self.queue.push_reply) and not self.queue.finishing(op):
                 op.complete()
         elif self._early_pulls.cancel(message_id):
-            self.queue.push_reply(pack_fragment(message_id, 0, 0, flags=FLAG_ABORT))
+            self.queue.push_reply(pack_fragment(message_id, 0, 0, flags=Flag.ABORT))
 
     def on_credit(self, traffic: int, nbytes: int) -> None:
         """CREDIT: eager messages have met their receives."""
@@ -289,7 +286,7 @@ class Sender:
     def _stream(self, op: SendOp, message_id: int) -> None:
         if op.state >= _SENT:  # it has ended since it was offered
             if op.state is not SendState.WITHDRAWN:
-                self.queue.push_reply(pack_fragment(message_id, 0, 0, flags=FLAG_ABORT))
+                self.queue.push_reply(pack_fragment(message_id, 0, 0, flags=Flag.ABORT))
             return
         op._id = message_id
         place = None if self.loans is None else self.loans.lend(op.payload)
@@ -309,7 +306,7 @@ class Sender:
             raise RemoteProtocolError(f"rank {self._peer_rank} returned message {message_id}, which was not lent")
         self.queue.end_lent(op)
         if copied:
-            self.queue.push_reply(pack_fragment(message_id, 0, 0, flags=FLAG_END))
+            self.queue.push_reply(pack_fragment(message_id, 0, 0, flags=Flag.END))
             op.complete()
         else:
             op._id = message_id
@@ -317,7 +314,7 @@ class Sender:
             self.queue.push_stream(op)
         return True
 
-    def _stop(self, op: SendOp, push: Callable[[bytes], None], flags: int = FLAG_ABORT) -> bool:
+    def _stop(self, op: SendOp, push: Callable[[bytes], None], flags: int = Flag.ABORT) -> bool:
         """End a stream before its time; False if its last fragment is begun. The caller ends `op`."""
         message_id = op._id
         if not self.queue.stop_stream(op):
@@ -402,7 +399,7 @@ class Sender:
         """See PeerCore.give_up."""
         stopped = False
         if self.queue.streaming.get(op._id) is op:
-            stopped = self._stop(op, self.queue.push_control, FLAG_ABORT | FLAG_LATE)
+            stopped = self._stop(op, self.queue.push_control, Flag.ABORT | Flag.LATE)
         else:
             op.payload = memoryview(bytes(op.payload))
         op.drop()
@@ -423,7 +420,7 @@ class Sender:
             for op in window.drop_group(group):
                 op.drop()
         for message_id in self._early_pulls.drop_group(group):
-            self.queue.push_control(pack_fragment(message_id, 0, 0, flags=FLAG_ABORT))
+            self.queue.push_control(pack_fragment(message_id, 0, 0, flags=Flag.ABORT))
         for traffic in range(TRAFFIC_CLASSES):
             self._release(traffic)
         self.kick()

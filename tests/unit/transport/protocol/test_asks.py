@@ -10,7 +10,7 @@ import pytest
 from small_limits import ASKS, CREDIT, EAGER, OFFERS, small_limits
 from transport_pair import Pair, Recorder, collective, p2p, receive, send
 
-from asyncdist.transport.protocol.frame import FLAG_END, Kind, pack_header, pack_key, unpack_key
+from asyncdist.transport.protocol.frame import Flag, Kind, pack_header, pack_key, unpack_key
 from asyncdist.transport.protocol.operations import Receive
 
 LARGE = EAGER + 1
@@ -121,7 +121,7 @@ class TestAnew:
         return pair
 
     def say(self, pair: Pair, number: int) -> None:
-        frame = pack_header(Kind.ASK, flags=FLAG_END, message_id=number)
+        frame = pack_header(Kind.ASK, flags=Flag.END, message_id=number)
         pair.a.get_buffer()[: len(frame)] = frame
         pair.a.buffer_updated(len(frame))
 

@@ -13,8 +13,6 @@ from asyncdist.transport.protocol.frame import (
     EAGER_BYTES,
     EARLY_ID,
     EARLY_PULL_BYTES,
-    FLAG_ABORT,
-    FLAG_ASKED,
     FRAGMENT_BYTES,
     MAX_ASKS,
     MAX_CONTROL_BYTES,
@@ -24,6 +22,7 @@ from asyncdist.transport.protocol.frame import (
     MAX_OFFERS,
     MAX_REPLIES,
     MESSAGE_OVERHEAD_BYTES,
+    Flag,
     Kind,
     pack_fragment,
     pack_header,
@@ -199,8 +198,8 @@ def test_stalls_must_alternate() -> None:
 
 
 def test_answers_nobody_asked_for(victim: Victim) -> None:
-    victim.refuses(data(p2p(1), b"", FLAG_ASKED), match="not asked")
-    Victim().refuses(offer(1, flags=FLAG_ASKED), match="not asked")
+    victim.refuses(data(p2p(1), b"", Flag.ASKED), match="not asked")
+    Victim().refuses(offer(1, flags=Flag.ASKED), match="not asked")
 
 
 def hold_back(victim: Victim) -> int:
@@ -277,7 +276,7 @@ def test_questions_of_a_peer_that_does_not_read_the_answers(victim: Victim) -> N
 
 def test_an_aborted_message_fails_its_receive(victim: Victim) -> None:
     receive(victim.pair.b, victim.sink, p2p(1), None, "r")
-    victim.feed(offer(1, length=MIB), pack_fragment(1, 0, 3) + b"abc", pack_fragment(1, 0, 0, flags=FLAG_ABORT))
+    victim.feed(offer(1, length=MIB), pack_fragment(1, 0, 3) + b"abc", pack_fragment(1, 0, 0, flags=Flag.ABORT))
     assert "rank 0 aborted" in str(victim.sink.failed["r"])
     assert victim.pair.b.statistics()["streams_in"] == 0
 

@@ -13,8 +13,8 @@ from transport_pair import Pair, Recorder, collective, p2p, receive, send
 
 from asyncdist.errors import CollectiveTimeoutError, GroupAbortedError, PeerLostError, RemoteProtocolError
 from asyncdist.transport.protocol.frame import (
-    FLAG_END,
     LEND_BYTES,
+    Flag,
     Kind,
     pack_fragment,
     pack_header,
@@ -291,8 +291,8 @@ class TestHostile:
             pack_lent(1 << 31, 1, 0, LARGE - 1),
             pack_lent(1 << 31, 1, 0, LARGE + 1),
             pack_lent(7, 1, 0, LARGE),
-            pack_fragment(1 << 31, 0, 0, flags=FLAG_END),
-            pack_lent(1 << 31, 1, 0, LARGE) + pack_fragment(1 << 31, 0, 0, flags=FLAG_END),
+            pack_fragment(1 << 31, 0, 0, flags=Flag.END),
+            pack_lent(1 << 31, 1, 0, LARGE) + pack_fragment(1 << 31, 0, 0, flags=Flag.END),
             pack_lent(1 << 31, 1, 0, LARGE) + pack_fragment(1 << 31, 0, 100) + bytes(100),
             pack_lent(1 << 31, 1, 0, LARGE) * 2,
             pack_fragment(1 << 31, 0, 10) + bytes(10) + pack_lent(1 << 31, 1, 0, LARGE),

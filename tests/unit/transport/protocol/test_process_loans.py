@@ -14,9 +14,8 @@ from transport_pair import Pair, Recorder, collective, p2p, receive, send
 
 from asyncdist.errors import CollectiveTimeoutError, GroupAbortedError, PeerLostError, RemoteProtocolError
 from asyncdist.transport.protocol.frame import (
-    FLAG_ABORT,
-    FLAG_END,
     LEND_BYTES,
+    Flag,
     Kind,
     pack_fragment,
     pack_header,
@@ -418,14 +417,14 @@ class TestHostile:
     def test_it_lends_what_is_not_there(self, pair: LendingPair, address: int) -> None:
         sink = self.lend(pair, address)
         pair.copy()
-        assert pair.ba.bytes[-48:] == pack_header(Kind.RETURNED, flags=FLAG_ABORT, message_id=1 << 31)
+        assert pair.ba.bytes[-48:] == pack_header(Kind.RETURNED, flags=Flag.ABORT, message_id=1 << 31)
         assert sink.order == []
 
     @pytest.mark.parametrize(
         "frame",
         [
             pack_lent(1 << 31, PROCESS, 0, LARGE),
-            pack_fragment(1 << 31, 0, 0, flags=FLAG_END),
+            pack_fragment(1 << 31, 0, 0, flags=Flag.END),
             pack_fragment(1 << 31, 10, 10) + bytes(10),
         ],
     )
@@ -439,9 +438,9 @@ class TestHostile:
         send(pair.b, Recorder(), p2p(1), bytes(LEND_BYTES), "sent")
         pair.ba.capacity = 0
         self.feed(pair, pack_header(Kind.PULL, message_id=1))
-        self.feed(pair, pack_header(Kind.RETURNED, flags=FLAG_ABORT, message_id=99))
+        self.feed(pair, pack_header(Kind.RETURNED, flags=Flag.ABORT, message_id=99))
         with pytest.raises(RemoteProtocolError, match="not lent"):
-            self.feed(pair, pack_header(Kind.RETURNED, flags=FLAG_ABORT, message_id=1))
+            self.feed(pair, pack_header(Kind.RETURNED, flags=Flag.ABORT, message_id=1))
 
     def test_it_can_read_nothing_however_often_it_says_it_can(self, pair: LendingPair) -> None:
         """Each message travels once."""
@@ -450,7 +449,7 @@ class TestHostile:
             sink, data = Recorder(), ordinary()
             assert pair.sides[1].loans.lend(data)
             post(pair.b, sink, p2p(1), data, "sent")
-            unread = pack_header(Kind.RETURNED, flags=FLAG_ABORT, message_id=index)
+            unread = pack_header(Kind.RETURNED, flags=Flag.ABORT, message_id=index)
             self.feed(pair, pack_header(Kind.PULL, message_id=index) + unread)
             while pair.ba.armed:
                 pair.ba.armed = not pair.b.flush()
@@ -462,7 +461,7 @@ class TestHostile:
     def test_it_says_so_again_of_one_that_travels(self, pair: LendingPair) -> None:
         send(pair.b, Recorder(), p2p(1), ordinary(), "sent")  # type: ignore[arg-type]
         pair.ba.capacity = 0
-        unread = pack_header(Kind.RETURNED, flags=FLAG_ABORT, message_id=1)
+        unread = pack_header(Kind.RETURNED, flags=Flag.ABORT, message_id=1)
         self.feed(pair, pack_header(Kind.PULL, message_id=1) + unread)
         with pytest.raises(RemoteProtocolError, match="not lent"):
             self.feed(pair, unread)
