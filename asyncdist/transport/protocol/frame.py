@@ -88,6 +88,7 @@ __all__ = [
     "TRAFFIC_CLASSES",
     "ZERO_KEY",
     "Flag",
+    "Header",
     "Key",
     "Kind",
     "describe_key",
@@ -199,6 +200,19 @@ class Kind:
     UNMAP: Final = 14
     MEMORY: Final = 15
     WITHDRAW: Final = 16
+
+
+class Header(NamedTuple):
+    """The fields of a frame's header."""
+
+    kind: int
+    flags: int
+    meta_bytes: int
+    fingerprint: int
+    key: bytes
+    length: int
+    credit: int
+    message_id: int
 
 
 class Key(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, TypeVar
 
 from asyncdist.errors import CollectiveTimeoutError, DistError, GroupAbortedError, PeerLostError
@@ -102,10 +102,7 @@ class StreamState(enum.IntEnum):
     """They could not be read, so they travel after all."""
 
 
-_SEND_POSTED: Final = SendState.POSTED
-_RECEIVE_POSTED: Final = ReceiveState.POSTED
-
-
+@dataclass(slots=True, eq=False)
 class SendOp:
     """A posted send: `payload` is a contiguous view of format 'B', `meta` at most MAX_META_BYTES.
 
@@ -113,29 +110,16 @@ class SendOp:
     that moves much, so that its receiver pulls it early if it exceeds EARLY_PULL_BYTES.
     """
 
-    __slots__ = ("_id", "_offset", "bulk", "fingerprint", "key", "meta", "payload", "sink", "state", "token")
-
-    def __init__(
-        self,
-        key: bytes,
-        payload: memoryview,
-        meta: bytes,
-        sink: Sink,
-        token: Any,
-        fingerprint: int = 0,
-        *,
-        bulk: bool = False,
-    ) -> None:
-        self.key = key
-        self.bulk = bulk
-        self.payload = payload
-        self.meta = meta
-        self.sink = sink
-        self.token = token
-        self.fingerprint = fingerprint
-        self.state = _SEND_POSTED
-        self._id = 0  # under which it is offered or streams
-        self._offset = 0  # of the next fragment
+    key: bytes
+    payload: memoryview
+    meta: bytes
+    sink: Sink
+    token: Any
+    fingerprint: int = 0
+    bulk: bool = field(default=False, kw_only=True)
+    state: SendState = field(default=SendState.POSTED, init=False)
+    _id: int = field(default=0, init=False)  # under which it is offered or streams
+    _offset: int = field(default=0, init=False)  # of the next fragment
 
     def complete(self) -> None:
         """Tell the sink that the payload is free, unless the send has ended already."""
@@ -149,6 +133,7 @@ class SendOp:
             self.state = SendState.DROPPED
 
 
+@dataclass(slots=True, eq=False)
 class Receive:
     """A posted receive.
 
@@ -157,53 +142,25 @@ class Receive:
     rank it came from, `nbytes` its length, `meta` and `fingerprint` what its sender attached. An object is posted once.
 
     Without a target, `expects` and `view` spare the question: an eager message with exactly that meta and as long as
-    `view` goes there at once, and `allocate` is not called. That is the usual message, so it is worth it.
+    `view` goes there at once, and `allocate` is not called. Most messages are such.
 
     `bulk` says that it belongs to an operation that moves much, as `SendOp.bulk` does; both ends should say the same.
     """
 
-    __slots__ = (
-        "_order",
-        "bulk",
-        "expects",
-        "fingerprint",
-        "key",
-        "meta",
-        "nbytes",
-        "ranks",
-        "sink",
-        "source",
-        "state",
-        "target",
-        "token",
-        "view",
-    )
-
-    def __init__(
-        self,
-        key: bytes,
-        target: memoryview | None,
-        sink: Sink,
-        token: Any,
-        expects: bytes = b"",
-        view: memoryview | None = None,
-        *,
-        bulk: bool = False,
-    ) -> None:
-        self.key = key
-        self.target = target
-        self.bulk = bulk
-        self.expects = expects
-        self.view = target if view is None else view
-        self.sink = sink
-        self.token = token
-        self.source: int | None = None
-        self.nbytes = 0
-        self.meta = b""
-        self.fingerprint = 0
-        self.ranks: Collection[int] = ()  # whom a receive from any source may come from
-        self.state = _RECEIVE_POSTED
-        self._order = 0
+    key: bytes
+    target: memoryview | None
+    sink: Sink
+    token: Any
+    expects: bytes = b""
+    view: memoryview | None = None
+    bulk: bool = field(default=False, kw_only=True)
+    source: int | None = field(default=None, init=False)
+    nbytes: int = field(default=0, init=False)
+    meta: bytes = field(default=b"", init=False)
+    fingerprint: int = field(default=0, init=False)
+    ranks: Collection[int] = field(default=(), init=False)  # whom a receive from any source may come from
+    state: ReceiveState = field(default=ReceiveState.POSTED, init=False)
+    _order: int = field(default=0, init=False)
 
     def fail(self, error: BaseException) -> None:
         """Tell the sink an error."""

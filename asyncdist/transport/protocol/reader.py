@@ -17,6 +17,7 @@ from asyncdist.transport.protocol.frame import (
     COLLECTIVE,
     EAGER_BYTES,
     FRAGMENT_BYTES,
+    HEADER,
     HEADER_BYTES,
     MAX_CONTROL_BYTES,
     MAX_META_BYTES,
@@ -24,6 +25,7 @@ from asyncdist.transport.protocol.frame import (
     MESSAGE_OVERHEAD_BYTES,
     POINT_TO_POINT,
     Flag,
+    Header,
     Kind,
 )
 from asyncdist.transport.protocol.operations import Receive, ReceiveState, Stream
@@ -41,12 +43,11 @@ SCRATCH_BYTES: Final = 68 << 10
 DIRECT_BYTES: Final = 4 << 10
 """From so much missing payload on, the rest of an eager message is read into its array instead of scratch."""
 
-_HEADER: Final = struct.Struct("<II24sQII")  # kind, flags and meta_bytes as one word: one comparison on the fast path
-_unpack = _HEADER.unpack_from
+_unpack = struct.Struct("<II24sQ").unpack_from
+"""Of a header, what the fast path looks at: kind, flags and meta_bytes as one word, for one comparison."""
 _OFFSET: Final = struct.Struct("<Q")
 _KIND_AND_FLAGS: Final = 0xFFFF
 _DATA: Final = Kind.DATA
-_FRAGMENT: Final = Kind.FRAGMENT
 _RECEIVED: Final = ReceiveState.RECEIVED
 
 
@@ -133,7 +134,7 @@ class Reader:
         receiver = self._receiver
         start = frames = 0
         while end - start >= HEADER_BYTES and receiver.error is None:
-            word, fingerprint, key, length, credit, message_id = _unpack(scratch, start)
+            word, fingerprint, key, length = _unpack(scratch, start)
             meta_bytes = word >> 16
             head = start + HEADER_BYTES
             body = head + meta_bytes
@@ -145,7 +146,9 @@ class Reader:
             ):
                 entry = entries.pop(key, None)
                 if entry.__class__ is Receive:
-                    view = entry.view
+                    view = entry.target
+                    if view is None:
+                        view = entry.view
                     if view is not None and len(view) == length and scratch[head:body] == entry.expects:
                         start = body + length
                         view[:] = scratch[body:start]
@@ -166,7 +169,7 @@ class Reader:
                     frames += 1
                     continue
                 entries[key] = entry
-            size = self._frame(word, fingerprint, key, length, credit, message_id, start, end)
+            size = self._frame(Header._make(HEADER.unpack_from(scratch, start)), start, end)
             start += size
             if not size or self.left:
                 break
@@ -181,50 +184,48 @@ class Reader:
             raise RemoteProtocolError(f"rank {self._peer_rank} sent something after its goodbye")
         return frames
 
-    def _frame(
-        self, word: int, fingerprint: int, key: bytes, length: int, credit: int, message_id: int, start: int, end: int
-    ) -> int:
+    def _frame(self, header: Header, start: int, end: int) -> int:
         """Handle one frame that the fast path does not. Returns the bytes it took, 0 if more must come first."""
-        kind = word & 0xFF
-        flags = word >> 8 & 0xFF
-        meta_bytes = word >> 16
+        kind = header.kind
         if kind == _DATA:
-            return self._data(flags, meta_bytes, fingerprint, key, length, start, end)
-        if kind == _FRAGMENT and not meta_bytes:
-            return self._fragment(flags, fingerprint, _OFFSET.unpack_from(key)[0], length, message_id, start, end)
-        if kind == Kind.LENT and not meta_bytes and self._receiver.loans is not None:
-            self._receiver.on_lent(fingerprint, key, length, message_id)
-            return HEADER_BYTES
+            return self._data(header, start, end)
         if kind == Kind.OFFER:
-            return self._offer(flags, meta_bytes, fingerprint, key, length, message_id, start, end)
-        if kind == Kind.CONTROL and not meta_bytes:
-            return self._control(length, start, end)
-        if meta_bytes:
+            return self._offer(header, start, end)
+        if header.meta_bytes:
             raise RemoteProtocolError(f"rank {self._peer_rank} sent meta with a frame of kind {kind}")
-        self._signal(kind, flags, key, length, credit, message_id)
+        if kind == Kind.FRAGMENT:
+            return self._fragment(header, start, end)
+        if kind == Kind.CONTROL:
+            return self._control(header.length, start, end)
+        if kind == Kind.LENT and self._receiver.loans is not None:
+            self._receiver.on_lent(header)
+        else:
+            self._signal(header)
         return HEADER_BYTES
 
-    def _signal(self, kind: int, flags: int, key: bytes, length: int, credit: int, message_id: int) -> None:
+    def _signal(self, header: Header) -> None:
         """A frame that is only a header."""
+        kind, flags, _, _, key, length, credit, message_id = header
+        sender, receiver = self._sender, self._receiver
         if kind == Kind.PULL:
-            self._sender.on_pull(key, length, message_id)
+            sender.on_pull(key, length, message_id)
         elif kind == Kind.DISCARD:
-            self._sender.on_discard(message_id, ended=bool(flags & Flag.ABORT))
+            sender.on_discard(message_id, ended=bool(flags & Flag.ABORT))
         elif kind == Kind.CREDIT:
-            self._sender.on_credit(COLLECTIVE if flags & Flag.CREDIT_COLLECTIVE else POINT_TO_POINT, credit)
+            sender.on_credit(COLLECTIVE if flags & Flag.CREDIT_COLLECTIVE else POINT_TO_POINT, credit)
         elif kind == Kind.ASK:
-            self._sender.on_ask(key, message_id, anew=bool(flags & Flag.END))
+            sender.on_ask(key, message_id, anew=bool(flags & Flag.END))
         elif kind == Kind.STALLED:
-            self._receiver.on_stalled(key, length, message_id)
+            receiver.on_stalled(key, length, message_id)
         elif kind == Kind.GOODBYE:
             self.left = True
-            self._sender.peer_left()
+            sender.peer_left()
         elif kind == Kind.WITHDRAW:
-            self._receiver.on_withdraw(message_id)
-        elif (loans := self._receiver.loans) is not None and Kind.RETURNED <= kind <= Kind.MEMORY:
+            receiver.on_withdraw(message_id)
+        elif (loans := receiver.loans) is not None and Kind.RETURNED <= kind <= Kind.MEMORY:
             if kind == Kind.RETURNED:
                 copied = not flags & Flag.ABORT
-                if self._sender.on_returned(message_id, copied=copied) and not copied:
+                if sender.on_returned(message_id, copied=copied) and not copied:
                     loans.refused()
             elif kind == Kind.MAPPED:
                 loans.on_mapped(length)
@@ -235,44 +236,47 @@ class Reader:
         else:
             raise RemoteProtocolError(f"rank {self._peer_rank} sent a frame of unknown kind {kind}")
 
-    def _data(
-        self, flags: int, meta_bytes: int, fingerprint: int, key: bytes, length: int, start: int, end: int
-    ) -> int:
+    def _data(self, header: Header, start: int, end: int) -> int:
+        length = header.length
         if length > EAGER_BYTES:
             raise RemoteProtocolError(f"rank {self._peer_rank} sent {length} bytes without having offered them")
-        body = start + HEADER_BYTES + meta_bytes
+        body = start + HEADER_BYTES + header.meta_bytes
         stop = body + length
         if body > end:
-            self._check_meta(meta_bytes)
+            self._check_meta(header.meta_bytes)
             return 0
-        scratch = self._scratch
         if stop <= end:
-            meta = self._meta(meta_bytes, body)
-            self._receiver.on_data(flags, meta, fingerprint, key, scratch[body:stop])
+            self._receiver.on_data(header, self._meta(header.meta_bytes, body), self._scratch[body:stop])
             return stop - start
         fits = length <= GATHER_BYTES
         if fits and stop - end < DIRECT_BYTES:
             return 0
-        stream = self._receiver.begin_data(flags, self._meta(meta_bytes, body), fingerprint, key, length, fits=fits)
+        stream = self._receiver.begin_data(header, self._meta(header.meta_bytes, body), fits=fits)
         if stream is None:
             return 0
         self._begin_payload(stream, body, end, length)
         return end - start
 
-    def _fragment(
-        self, flags: int, fingerprint: int, offset: int, length: int, message_id: int, start: int, end: int
-    ) -> int:
-        stream = self._receiver.on_fragment(flags, fingerprint, offset, length, message_id)
+    def _offer(self, header: Header, start: int, end: int) -> int:
+        body = start + HEADER_BYTES + header.meta_bytes
+        if body > end:
+            self._check_meta(header.meta_bytes)
+            return 0
+        self._receiver.on_offer(header, self._meta(header.meta_bytes, body))
+        return body - start
+
+    def _fragment(self, header: Header, start: int, end: int) -> int:
+        stream = self._receiver.on_fragment(header, _OFFSET.unpack_from(header.key)[0])
         if stream is None:
             return HEADER_BYTES
         body = start + HEADER_BYTES
-        self._begin_payload(stream, body, min(end, body + length), length)
+        self._begin_payload(stream, body, min(end, body + header.length), header.length)
         if self._left_bytes:
             return end - start
         self._need = HEADER_BYTES if self._receiver.pulls.begun else 0
         if stream.offset == stream.total:
             self._receiver.finish(stream)
-        return HEADER_BYTES + length
+        return HEADER_BYTES + header.length
 
     def _begin_payload(self, stream: Stream, body: int, end: int, length: int) -> None:
         """Put the payload in scratch[body:end] in place; what is missing of `length` is read there directly."""
@@ -284,24 +288,6 @@ class Reader:
         if here < length:
             self._stream = self._receiver.partial = stream
             self._left_bytes = length - here
-
-    def _offer(
-        self,
-        flags: int,
-        meta_bytes: int,
-        fingerprint: int,
-        key: bytes,
-        length: int,
-        message_id: int,
-        start: int,
-        end: int,
-    ) -> int:
-        body = start + HEADER_BYTES + meta_bytes
-        if body > end:
-            self._check_meta(meta_bytes)
-            return 0
-        self._receiver.on_offer(flags, self._meta(meta_bytes, body), fingerprint, key, length, message_id)
-        return body - start
 
     def _control(self, length: int, start: int, end: int) -> int:
         if length > MAX_CONTROL_BYTES:

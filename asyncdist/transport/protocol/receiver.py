@@ -37,6 +37,7 @@ from asyncdist.transport.protocol.frame import (
     POINT_TO_POINT,
     TRAFFIC_CLASSES,
     Flag,
+    Header,
     Kind,
     describe_key,
     pack_header,
@@ -136,14 +137,7 @@ class Receiver:
         if heir is None:
             self._unexpected.put_back(key, payload, receive.meta, receive.fingerprint)
             return
-        view = self._target_or_fail(heir, len(payload), receive.meta)
-        if view is not None:
-            view[:] = payload
-            heir.nbytes = len(payload)
-            heir.meta = receive.meta
-            heir.fingerprint = receive.fingerprint
-            heir.state = ReceiveState.RECEIVED
-            heir.sink.message_received(heir.token, heir)
+        self._complete(heir, receive.meta, receive.fingerprint, payload)
 
     def take_unexpected(self, receive: Receive) -> bool:
         """Give the oldest unexpected message of its key to `receive`. Results and errors as PeerCore.post_receive."""
@@ -152,8 +146,7 @@ class Receiver:
         if payload is None and self.error is not None:  # an offer that can never come, ahead of messages that are here
             raise anew(self.error)
         receive.source = self.peer_rank
-        receive.meta = message.meta
-        receive.fingerprint = message.fingerprint
+        receive.meta, receive.fingerprint = message.meta, message.fingerprint
         try:
             view = receive.target
             if view is None or len(view) != message.length:
@@ -180,28 +173,30 @@ class Receiver:
 
     # Messages
 
-    def on_data(self, flags: int, meta: bytes, fingerprint: int, key: bytes, payload: memoryview) -> None:
+    def on_data(self, header: Header, meta: bytes, payload: memoryview) -> None:
         """An eager message, whole. What `payload` views may change afterwards."""
-        self._admit(flags, key)
-        if not self._deliver(meta, fingerprint, key, payload):
-            self._keep(meta, fingerprint, key, bytes(payload))
+        self._admit(header)
+        if not self._deliver(meta, header.fingerprint, header.key, payload):
+            self._keep(meta, header.fingerprint, header.key, bytes(payload))
 
     def _deliver(self, meta: bytes, fingerprint: int, key: bytes, payload: memoryview) -> bool:
         """Give a message that is here whole to the receive posted for it; False if there is none."""
-        receive, length = self._match(key), len(payload)
+        receive = self._match(key)
         if receive is None:
             return False
         self.pulls.cancel_early(receive)
-        self.windows[key[20]].owe(length + len(meta) + MESSAGE_OVERHEAD_BYTES)
-        view = self._target_or_fail(receive, length, meta)
+        self.windows[key[20]].owe(len(payload) + len(meta) + MESSAGE_OVERHEAD_BYTES)
+        self._complete(receive, meta, fingerprint, payload)
+        return True
+
+    def _complete(self, receive: Receive, meta: bytes, fingerprint: int, payload: bytes | memoryview) -> None:
+        view = self._target_or_fail(receive, len(payload), meta)
         if view is not None:
             view[:] = payload
-            receive.nbytes = length
-            receive.meta = meta
-            receive.fingerprint = fingerprint
+            receive.nbytes = len(payload)
+            receive.meta, receive.fingerprint = meta, fingerprint
             receive.state = ReceiveState.RECEIVED
             receive.sink.message_received(receive.token, receive)
-        return True
 
     def on_early(self, meta: bytes, fingerprint: int, key: bytes, payload: memoryview) -> None:
         """An eager message, whole and without flags, for which no receive is posted."""
@@ -215,33 +210,32 @@ class Receiver:
         else:
             self._unexpected.add_message(key, payload, meta, fingerprint)
 
-    def begin_data(
-        self, flags: int, meta: bytes, fingerprint: int, key: bytes, length: int, *, fits: bool
-    ) -> Stream | None:
+    def begin_data(self, header: Header, meta: bytes, *, fits: bool) -> Stream | None:
         """An eager message of which payload is still to come: where that goes.
 
         None if no receive is there to take it, and it `fits` where it can be gathered whole first.
         """
+        key, length = header.key, header.length
         posted = key in self.entries or key in self.any_entries
         if fits and not posted:
             return None
-        self._admit(flags, key)
+        self._admit(header)
         receive = self._match(key) if posted else None
         if receive is None:
-            return EarlyStream(meta, fingerprint, key, length)
+            return EarlyStream(meta, header.fingerprint, key, length)
         self.windows[key[20]].owe(length + len(meta) + MESSAGE_OVERHEAD_BYTES)
         self.pulls.cancel_early(receive)
         view = self._target_or_fail(receive, length, meta)
-        receive.meta = meta
-        receive.fingerprint = fingerprint
         if view is None:
             return Stream(None, None, length)
+        receive.meta, receive.fingerprint = meta, header.fingerprint
         receive.state = ReceiveState.STREAMING
         return Stream(receive, view, length)
 
-    def on_offer(self, flags: int, meta: bytes, fingerprint: int, key: bytes, length: int, message_id: int) -> None:
-        """A message that waits to be pulled."""
-        self._admit(flags, key)
+    def on_offer(self, header: Header, meta: bytes) -> None:
+        """OFFER: a message waits to be pulled."""
+        self._admit(header)
+        _, flags, _, fingerprint, key, length, _, message_id = header
         crossed = self.pulls.crossed(key, length)
         if crossed is not None:
             if crossed.receive is not None:
@@ -263,8 +257,7 @@ class Receiver:
             if receive is None:
                 self._dropped.discard(key, self.peer_rank, meta)
             return
-        receive.meta = meta
-        receive.fingerprint = fingerprint
+        receive.meta, receive.fingerprint = meta, fingerprint
         self.pulls.pull(receive, view, message_id)
 
     def on_withdraw(self, message_id: int) -> None:
@@ -276,16 +269,20 @@ class Receiver:
                 raise RemoteProtocolError(f"rank {self.peer_rank} withdrew message {message_id}, which is under way")
             self._abort(message_id, late=True)
 
-    def on_fragment(self, flags: int, fingerprint: int, offset: int, length: int, message_id: int) -> Stream | None:
+    def on_fragment(self, header: Header, offset: int) -> Stream | None:
         """A fragment of a pulled message: where it goes. None if it was its end without payload."""
-        stream = self._answered(fingerprint, message_id)
+        flags, message_id = header.flags, header.message_id
+        stream = self._answered(header.fingerprint, message_id)
         if flags & Flag.END:
-            self._end_lent(stream, length, message_id)
-            return None
-        if not flags & Flag.ABORT:
-            self.pulls.advance(stream, offset, length, message_id)
+            if stream.state is not StreamState.COPIED or header.length:
+                raise RemoteProtocolError(f"rank {self.peer_rank} ended message {message_id}, which is not copied yet")
+            self.pulls.end(message_id)
+            self.finish(stream)
+        elif flags & Flag.ABORT:
+            self._abort(message_id, late=bool(flags & Flag.LATE))
+        else:
+            self.pulls.advance(stream, offset, header.length, message_id)
             return stream
-        self._abort(message_id, late=bool(flags & Flag.LATE))
         return None
 
     def _answered(self, fingerprint: int, message_id: int) -> Stream:
@@ -303,14 +300,15 @@ class Receiver:
         if receive is not None:
             receive.fail(given_up(self.peer_rank, late=late))
 
-    def on_lent(self, fingerprint: int, key: bytes, length: int, message_id: int) -> None:
-        """The bytes of a pulled message are in the sender's memory, from where we copy them."""
-        stream = self._answered(fingerprint, message_id)
+    def on_lent(self, header: Header) -> None:
+        """LENT: the bytes of a pulled message are in the sender's memory, from where we copy them."""
+        length, message_id = header.length, header.message_id
+        stream = self._answered(header.fingerprint, message_id)
         loans = self.loans
         assert loans is not None, "nothing is lent over a connection without shared memory"
         if stream.offset or stream.state or length != stream.total:
             raise RemoteProtocolError(f"rank {self.peer_rank} lent {length} bytes as message {message_id}")
-        source = loans.borrow(*unpack_place(key), length)
+        source = loans.borrow(*unpack_place(header.key), length)
         stream.state = StreamState.COPYING
         if stream.view is None:  # it was discarded, and will be aborted
             return
@@ -321,12 +319,6 @@ class Receiver:
             self._sender.queue.push_control(pack_header(Kind.RETURNED, flags=flags, message_id=message_id))
 
         loans.copy(stream, source, returned)
-
-    def _end_lent(self, stream: Stream, length: int, message_id: int) -> None:
-        if stream.state is not StreamState.COPIED or length:
-            raise RemoteProtocolError(f"rank {self.peer_rank} ended message {message_id}, which is not copied yet")
-        self.pulls.end(message_id)
-        self.finish(stream)
 
     def finish(self, stream: Stream) -> None:
         """The last byte of `stream` is in place."""
@@ -375,11 +367,11 @@ class Receiver:
             receive.fail(error)
             return None
 
-    def _admit(self, flags: int, key: bytes) -> None:
+    def _admit(self, header: Header) -> None:
         """Check what every message must satisfy."""
-        self._check_key(key)
-        if flags & Flag.ASKED:
-            self.windows[key[20]].answered(key)
+        self._check_key(header.key)
+        if header.flags & Flag.ASKED:
+            self.windows[header.key[20]].answered(header.key)
 
     def _check_key(self, key: bytes) -> None:
         if key[20:] not in _KEY_ENDS:
