@@ -340,10 +340,9 @@ class _Attempt:
         shares = self._sock.family == socket.AF_UNIX and self._context.config.shares_memory
         transport = SHARED_MEMORY_TRANSPORT if shares else STREAM_TRANSPORT
         hello = DialerHello(self._context.identity, self._dialer.peer_rank, transport)
-        handshake = Handshake(self._context.loop, self._context.sockets, self._sock, hello, self._target.label)
-        self._handshake = handshake
-        handshake.on_step = self._step
-        handshake.on_failed = self._hello_failed
+        self._handshake = handshake = Handshake(
+            self._context, self._sock, hello, self._target.label, self._step, self._hello_failed
+        )
         handshake.start(self._dialer.attempt_connected())
 
     def _step(self, handshake: Handshake[DialerHello]) -> None:

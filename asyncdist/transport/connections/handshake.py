@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from asyncdist.errors import RemoteProtocolError
-from asyncdist.transport.fork import SocketSet
+from asyncdist.transport.context import MeshContext
 from asyncdist.transport.protocol.hello import Hello
 
 __all__ = ["Handshake"]
@@ -25,18 +25,19 @@ class Handshake(Generic[H]):
 
     def __init__(
         self,
-        loop: asyncio.AbstractEventLoop,
-        sockets: SocketSet,
+        context: MeshContext,
         sock: socket.socket,
         hello: H,
         label: str,
+        on_step: Callable[[Handshake[H]], None],
+        on_failed: Callable[[Handshake[H], Exception], None],
     ) -> None:
         self.hello = hello
         self.label = label
-        self.on_step: Callable[[Handshake[H]], None] = _ignore_step
-        self.on_failed: Callable[[Handshake[H], Exception], None] = _ignore_failure
-        self._loop = loop
-        self._sockets = sockets
+        self.on_step = on_step
+        self.on_failed = on_failed
+        self._loop = context.loop
+        self._sockets = context.sockets
         self._sock: socket.socket | None = sock
         self._buffer = bytearray()
         self._timer: asyncio.TimerHandle | None = None
@@ -144,11 +145,3 @@ class Handshake(Generic[H]):
         if self._sock is not None:
             self.close()
             self.on_failed(self, error)
-
-
-def _ignore_step(_handshake: Handshake[H]) -> None:
-    pass
-
-
-def _ignore_failure(_handshake: Handshake[H], _error: Exception) -> None:
-    pass

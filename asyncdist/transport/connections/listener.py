@@ -168,9 +168,7 @@ class Listener:
             self._context.sockets.close(sock)
             return
         hello = ListenerHello(self._context.identity)
-        handshake = Handshake(self._context.loop, self._context.sockets, sock, hello, label)
-        handshake.on_step = self._step
-        handshake.on_failed = self._failed
+        handshake = Handshake(self._context, sock, hello, label, self._step, self._failed)
         self._half_open.add(handshake)
         handshake.start(self._context.config.hello_timeout_s)
 

@@ -22,7 +22,7 @@ from asyncdist.transport.protocol.frame import (
     pack_header,
 )
 from asyncdist.transport.protocol.matching import ReceiveTable
-from asyncdist.transport.protocol.operations import SendOp
+from asyncdist.transport.protocol.operations import SendOp, SendState
 from asyncdist.transport.protocol.output_queue import OutputQueue
 
 __all__ = ["RETURN_CREDIT_BYTES", "ReceiveWindow", "SendWindow"]
@@ -51,9 +51,12 @@ class SendWindow:
         return len(self._held)
 
     def hold(self, op: SendOp) -> None:
-        """Keep `op` back, behind all others."""
+        """Keep `op` back, behind all others; a stall begins with the first."""
+        op.state = SendState.HELD
         self._held[op] = None
         self._keys.setdefault(op.key, deque()).append(op)
+        if not self.stall:
+            self.begin_stall()
 
     def holds(self, key: bytes) -> bool:
         """Whether a message of `key` is held back: then later ones of that key must wait behind it."""

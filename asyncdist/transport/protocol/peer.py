@@ -32,25 +32,8 @@ class PeerCore:
     `BaseMesh.watch`) are shared by a mesh's cores. Sinks and `on_control` are called from inside the methods here,
     and may call any of them except `get_buffer`, `buffer_updated` and `flush`.
 
-    The methods on the path of every message are attributes, bound to the part that does the work:
-
-    `post_send(op)` sends. True: complete, the sink is not called; False: the sink hears later. Raises `error` once
-    failed, ClosedError after `goodbye`, ValueError for meta beyond MAX_META_BYTES.
-
-    `post_receive(receive)` receives. True: complete, the sink is not called; False: the sink hears later. Raises
-    `error` once failed, unless the message is here already; and, when the message that is here does not suit, what
-    `allocate` raised or CollectiveMismatchError: that message is discarded and `receive` forgotten.
-
-    `get_buffer()` returns the memory the next bytes belong into; never empty, valid until the next call of anything.
-
-    `buffer_updated(n)` says that `n` bytes were read into it. Returns the number of frames handled, so that a shell can
-    end its callback after some hundred. Raises RemoteProtocolError; the shell then closes the connection and fails us.
+    Most methods are attributes, bound to the part that does the work and says what they promise.
     """
-
-    post_send: Callable[[SendOp], bool]
-    post_receive: Callable[[Receive], bool]
-    get_buffer: Callable[[], memoryview]
-    buffer_updated: Callable[[int], int]
 
     def __init__(
         self,
@@ -63,20 +46,25 @@ class PeerCore:
         watchers: Mapping[bytes, UnexpectedWatcher] | None = None,
         write_bytes: int = FRAGMENT_BYTES,
     ) -> None:
-        if dropped is None:
-            dropped = DroppedGroups()
-        if watchers is None:
-            watchers = {}
         self.rank = rank
         self.peer_rank = peer_rank
-        self._sender = Sender(peer_rank, dropped)
-        self._sender.queue.write_bytes = write_bytes
-        self._receiver = Receiver(
-            peer_rank, self._sender, any_source or AnySourceTable(), dropped, {} if watchers is None else watchers
+        dropped = DroppedGroups() if dropped is None else dropped
+        any_source = AnySourceTable() if any_source is None else any_source
+        watchers = {} if watchers is None else watchers
+        self._sender = sender = Sender(peer_rank, dropped)
+        sender.queue.write_bytes = write_bytes
+        self._receiver = receiver = Receiver(
+            peer_rank, sender, any_source, dropped, {} if watchers is None else watchers
         )
-        self.reader = Reader(peer_rank, self._receiver, self._sender, on_control)
-        self.post_send = self._sender.post_send
-        self.post_receive = self._receiver.post_receive
+        self.reader = Reader(peer_rank, receiver, sender, on_control)
+        self.post_send = sender.post_send
+        self.send_control = sender.send_control
+        self.flush = sender.flush
+        self.kick = sender.kick
+        self.goodbye = sender.goodbye
+        self.post_receive = receiver.post_receive
+        self.put_back = receiver.put_back
+        self.tell_unexpected = receiver.tell_unexpected
         self.get_buffer = self.reader.get_buffer
         self.buffer_updated = self.reader.buffer_updated
 
@@ -120,21 +108,9 @@ class PeerCore:
         self._sender.queue.open(writer, arm)
         self._sender.flush()
 
-    def flush(self) -> bool:
-        """Write what is queued, at most MAX_CALL_BYTES. True: nothing is left, no need to call again until `arm()`."""
-        return self._sender.flush()
-
-    def send_control(self, payload: bytes) -> None:
-        """Send a CONTROL frame ahead of everything queued. Raises `error` once failed, ValueError, ClosedError."""
-        self._sender.send_control(payload)
-
     def send_frame(self, frame: bytes) -> None:
         """Send a frame of the shell's own, behind the messages posted so far."""
         self._sender.queue.push_data(frame)
-        self._sender.kick()
-
-    def kick(self) -> None:
-        """Write what must be written now."""
         self._sender.kick()
 
     def withdraw(self, message: SendOp | Receive) -> bool:
@@ -161,18 +137,6 @@ class PeerCore:
         self._receiver.give_up(message)
         return True
 
-    def put_back(self, receive: Receive, payload: bytes) -> None:
-        """Undo `receive`, a point-to-point receive that has ended well but nobody took notice of.
-
-        `payload` is what it received. The message goes to the receive posted next for its key, or waits for one ahead
-        of all others of that key.
-        """
-        self._receiver.put_back(receive, payload)
-
-    def tell_unexpected(self, group: bytes, watcher: UnexpectedWatcher) -> None:
-        """Tell `watcher` of the messages of collectives of `group` that no receive has met."""
-        self._receiver.tell_unexpected(group, watcher)
-
     def drop_group(self, group: bytes) -> None:
         """Forget everything of the group whose id's 8 bytes are `group`, telling no sink.
 
@@ -181,10 +145,6 @@ class PeerCore:
         """
         self._receiver.drop_group(group)
         self._sender.drop_group(group)
-
-    def goodbye(self) -> None:
-        """Send GOODBYE once everything posted is sent, and take no further sends. Watch `goodbye_sent`. Idempotent."""
-        self._sender.goodbye()
 
     def fail(self, error: BaseException) -> None:
         """The connection is gone: every pending send and receive fails with `error`, once. Idempotent.

@@ -73,7 +73,7 @@ class Reader:
         self.max_read_bytes = MAX_READ_BYTES
 
     def get_buffer(self) -> memoryview:
-        """See PeerCore.get_buffer."""
+        """The memory that the next bytes belong into; never empty, valid until the next call of anything."""
         left = self._left_bytes
         if left:
             stream = self._stream
@@ -90,7 +90,10 @@ class Reader:
         return self._scratch
 
     def buffer_updated(self, nbytes: int) -> int:
-        """See PeerCore.buffer_updated."""
+        """Handle what `nbytes` more bytes in the buffer complete; returns how many frames that were.
+
+        Raises RemoteProtocolError; the shell then closes the connection and fails the core.
+        """
         left = self._left_bytes
         if left > nbytes:  # bulk, and the fragment goes on: nothing to decide
             self._left_bytes = left - nbytes

@@ -99,7 +99,11 @@ class Receiver:
     # Posting
 
     def post_receive(self, receive: Receive) -> bool:
-        """See PeerCore.post_receive."""
+        """Post `receive`. True: complete, the sink is not called; False: the sink hears later.
+
+        Raises `error` once failed, unless the message is here already; and, when the message that is here does not
+        suit, what `allocate` raised or CollectiveMismatchError: that message is discarded and `receive` forgotten.
+        """
         key = receive.key
         if key in self._queues:
             return self.take_unexpected(receive)
@@ -129,7 +133,10 @@ class Receiver:
         return True
 
     def put_back(self, receive: Receive, payload: bytes) -> None:
-        """See PeerCore.put_back."""
+        """Undo `receive`, a point-to-point receive of `payload` that has ended well but nobody took notice of.
+
+        The message goes to the receive posted next for its key, or waits for one ahead of all others of that key.
+        """
         key = receive.key
         if key in self._dropped:
             return
@@ -140,7 +147,7 @@ class Receiver:
         self._complete(heir, receive.meta, receive.fingerprint, payload)
 
     def take_unexpected(self, receive: Receive) -> bool:
-        """Give the oldest unexpected message of its key to `receive`. Results and errors as PeerCore.post_receive."""
+        """Give the oldest unexpected message of its key to `receive`. Results and errors as `post_receive`."""
         message = self._unexpected.take(receive.key)
         payload = message.payload
         if payload is None and self.error is not None:  # an offer that can never come, ahead of messages that are here
@@ -440,7 +447,7 @@ class Receiver:
         self._sender.kick()
 
     def tell_unexpected(self, group: bytes, watcher: UnexpectedWatcher) -> None:
-        """See PeerCore.tell_unexpected."""
+        """Tell `watcher` of the messages of collectives of `group` that no receive has met."""
         for key in self._queues:
             if key.startswith(group) and key[20] != POINT_TO_POINT:
                 watcher(self.peer_rank, key, self._queues)

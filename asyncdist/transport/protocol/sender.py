@@ -85,7 +85,10 @@ class Sender:
     # Posting
 
     def post_send(self, op: SendOp) -> bool:
-        """See PeerCore.post_send."""
+        """Send `op`. True: complete, the sink is not called; False: the sink hears later.
+
+        Raises `error` once failed, ClosedError after `goodbye`, ValueError for meta beyond MAX_META_BYTES.
+        """
         queue = self.queue
         if queue.clear:
             payload = op.payload
@@ -117,7 +120,14 @@ class Sender:
         return self._post_queued(op)
 
     def _post_queued(self, op: SendOp) -> bool:
-        self._check(op)
+        if self.error is not None:
+            raise anew(self.error)
+        if self.leaving:
+            raise ClosedError(f"cannot send to rank {self._peer_rank}: the connection is being closed")
+        if len(op.meta) > MAX_META_BYTES:
+            raise ValueError(f"meta of {len(op.meta)} bytes exceeds {MAX_META_BYTES}")
+        if len(op.payload) > MAX_LENGTH:
+            raise ValueError(f"message of {len(op.payload)} bytes exceeds {MAX_LENGTH}")
         queue = self.queue
         if queue.flushing:
             self._dispatch(op)
@@ -129,28 +139,18 @@ class Sender:
         queue.posting = None
         return sent
 
-    def _check(self, op: SendOp) -> None:
-        if self.error is not None:
-            raise anew(self.error)
-        if self.leaving:
-            raise ClosedError(f"cannot send to rank {self._peer_rank}: the connection is being closed")
-        if len(op.meta) > MAX_META_BYTES:
-            raise ValueError(f"meta of {len(op.meta)} bytes exceeds {MAX_META_BYTES}")
-        if len(op.payload) > MAX_LENGTH:
-            raise ValueError(f"message of {len(op.payload)} bytes exceeds {MAX_LENGTH}")
-
     def _dispatch(self, op: SendOp) -> None:
         """Choose the way of a new message: to the peer's early pull, eagerly, as an offer, or held back."""
         key = op.key
         window = self.windows[key[20]]
         if window.holds(key):
-            self._hold(window, op)
+            window.hold(op)
             return
         early_id = self._early_pulls.take(key, len(op.payload)) if self._early_pulls else 0
         if early_id:
             self._stream_early(op, early_id)
         elif not self._send_or_offer(window, op, asked=window.answer(key)):
-            self._hold(window, op)
+            window.hold(op)
 
     def _send_or_offer(self, window: SendWindow, op: SendOp, asked: bool) -> bool:
         """Queue `op` eagerly or as an offer; False if there is room for neither (never when `asked`)."""
@@ -174,12 +174,6 @@ class Sender:
         return _pack(Kind.OFFER, flags, len(op.meta), op.fingerprint, op.key, len(op.payload), 0, op._id) + op.meta
 
     # Holding back
-
-    def _hold(self, window: SendWindow, op: SendOp) -> None:
-        op.state = SendState.HELD
-        window.hold(op)
-        if not window.stall:
-            window.begin_stall()
 
     def _release(self, traffic: int) -> None:
         """There is room again: let held messages go, oldest first, and end the stall with half the offers answered."""
@@ -325,7 +319,7 @@ class Sender:
     # Everything else
 
     def send_control(self, payload: bytes) -> None:
-        """See PeerCore.send_control."""
+        """Send a CONTROL frame ahead of everything queued. Raises `error` once failed, ValueError, ClosedError."""
         if self.error is not None:
             raise anew(self.error)
         if len(payload) > MAX_CONTROL_BYTES:
@@ -343,7 +337,7 @@ class Sender:
             self.flush()
 
     def flush(self) -> bool:
-        """See PeerCore.flush."""
+        """Write what is queued, at most MAX_CALL_BYTES. True: all is written, and `arm()` asks for the next call."""
         done = self.queue.flush()
         if done and self.leaving and not self._goodbye_queued and not self._undelivered():
             self.queue.push_data(pack_header(Kind.GOODBYE))
@@ -360,11 +354,11 @@ class Sender:
 
     @property
     def has_output(self) -> bool:
-        """See PeerCore.has_output."""
+        """Whether anything posted or queued is still to be delivered to the peer."""
         return self.queue.waiting or bool(self.queue.streaming) or self._undelivered()
 
     def goodbye(self) -> None:
-        """See PeerCore.goodbye."""
+        """Send GOODBYE once everything posted is sent, and take no further sends. Watch `goodbye_sent`. Idempotent."""
         self.leaving = True
         self.queue.clear = False
         self.kick()
@@ -429,8 +423,8 @@ class Sender:
         """The peer has heard nothing of a message: take back what it was charged."""
         if not offer_id:
             self.windows[op.key[20]].credit += len(op.payload) + len(op.meta) + MESSAGE_OVERHEAD_BYTES
-        else:
-            self._offers.unmake(op, offer_id)
+        elif self._offers.get(offer_id) is op:
+            self._offers.answered(offer_id)
 
     def statistics(self) -> dict[str, int]:
         """What is offered, held back and under way."""
@@ -454,6 +448,10 @@ class Offers:
 
     def __len__(self) -> int:
         return len(self._by_id)
+
+    def get(self, message_id: int) -> SendOp | None:
+        """The message that is offered under this id."""
+        return self._by_id.get(message_id)
 
     @property
     def wanted(self) -> bool:
@@ -484,11 +482,6 @@ class Offers:
             if self._collective.get(op.key) is op:
                 del self._collective[op.key]
         return op
-
-    def unmake(self, op: SendOp, message_id: int) -> None:
-        """The offer was never sent."""
-        if self._by_id.get(message_id) is op:
-            self.answered(message_id)
 
     def drop_group(self, group: bytes) -> None:
         """Nobody here wants the messages of `group` delivered any more; their payload is free."""
