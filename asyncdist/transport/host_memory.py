@@ -10,7 +10,7 @@ from typing import Final, Protocol
 from asyncdist.concurrency import trace as events
 from asyncdist.errors import ClosedError, PeerLostError
 from asyncdist.transport.fork import SocketSet
-from asyncdist.transport.protocol.zero_copy import Loans
+from asyncdist.transport.protocol.zero_copy import ZeroCopy
 from asyncdist.transport.shared_memory.arrays import SharedArrays
 from asyncdist.transport.shared_memory.doorbell import Doorbell, Ringer
 from asyncdist.transport.shared_memory.process_memory import OwnMemory, permit_reading
@@ -36,13 +36,13 @@ class Closable(Protocol):
     closed: bool
 
     def close(self) -> None:
-        """Touch it no more, and have nobody take what is still lent. Idempotent."""
+        """Touch shared memory no more, and revoke what is still exposed in it. Idempotent."""
 
 
 class Sharing(Protocol):
     """A connection through which memory is shared."""
 
-    loans: Loans
+    zero_copy: ZeroCopy
     ringer: Ringer | None
 
     def share(self, number: int, segment: Segment) -> None:
@@ -178,10 +178,10 @@ class HostMemory:
 
     def _arena_gone(self, number: int) -> None:
         for connection in list(self.connections.values()):
-            connection.loans.gone(number)
+            connection.zero_copy.release(number)
 
     def _unheard(self) -> None:
-        """The loop has ended, or we have: nobody moves lanes on any more, so nobody is to take what is lent in them.
+        """The loop has ended, or this rank has: nobody moves lanes on any more, so what they expose is revoked.
 
         The memory is the program's again, although the group was never closed.
         """

@@ -110,7 +110,7 @@ REUSED = """
 async def main():
     async with dist.init_process_group() as group:
         memory = group.world.mesh.memory
-        loans = lambda: memory.connections[1 - group.rank].loans
+        zero_copy = lambda: memory.connections[1 - group.rank].zero_copy
         await dist.barrier()
         before = len(os.listdir("/proc/self/fd"))
         for number in range(10):
@@ -136,8 +136,8 @@ async def main():
         await dist.barrier()
         await dist.barrier()
         deadline = time.monotonic() + 10
-        while len(memory.arrays) > 1 or len(loans()._borrowed) > 2:
-            assert time.monotonic() < deadline, (len(memory.arrays), loans()._borrowed)
+        while len(memory.arrays) > 1 or len(zero_copy()._attached) > 2:
+            assert time.monotonic() < deadline, (len(memory.arrays), zero_copy()._attached)
             await asyncio.sleep(0)
         maps = sum("asyncdist-arrays" in line for line in open("/proc/self/maps"))
         assert maps <= 4, maps
@@ -163,11 +163,11 @@ async def main():
             else:
                 await dist.recv(x[: 1 << 20], 0)
         victim = int(os.environ["VICTIM"])
-        loans = group.world.mesh.memory.connections[1 - group.rank].loans
+        zero_copy = group.world.mesh.memory.connections[1 - group.rank].zero_copy
         work = dist.isend(x, 1) if group.rank == 0 else dist.irecv(x, 0)
         if group.rank == victim:
             core = group.world.mesh.cores[1 - group.rank]
-            while not (loans.copies or core._sender.queue.lending):
+            while not (zero_copy.copies or core._sender.queue.lending):
                 await asyncio.sleep(0)
             os.kill(os.getpid(), signal.SIGKILL)
         try:

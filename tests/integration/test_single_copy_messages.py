@@ -209,7 +209,7 @@ def _spawned(rank: int, port: int) -> None:
             await group.recv(got, 1 - rank)
             await sent
             assert (got == 1 - rank).all()
-            assert group.world.mesh.memory.connections[1 - rank].loans.reads
+            assert group.world.mesh.memory.connections[1 - rank].zero_copy.reads
             await group.barrier()
 
     dist.run(main())

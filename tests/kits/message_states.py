@@ -13,12 +13,12 @@ from asyncdist.transport.protocol.operations import Receive, ReceiveState, SendO
 _S, _R = SendState, ReceiveState
 
 SEND_TRANSITIONS: Mapping[int, Collection[int]] = {
-    _S.POSTED: (_S.EAGER, _S.HELD, _S.OFFERED, _S.STREAMING, _S.LENT, _S.SENT),
+    _S.POSTED: (_S.EAGER, _S.HELD, _S.OFFERED, _S.STREAMING, _S.EXPOSED, _S.SENT),
     _S.EAGER: (_S.SENT, _S.FAILED, _S.WITHDRAWN, _S.DROPPED),
-    _S.HELD: (_S.EAGER, _S.OFFERED, _S.STREAMING, _S.LENT, _S.FAILED, _S.WITHDRAWN, _S.DROPPED),
-    _S.OFFERED: (_S.STREAMING, _S.LENT, _S.SENT, _S.FAILED, _S.WITHDRAWN, _S.DROPPED),
+    _S.HELD: (_S.EAGER, _S.OFFERED, _S.STREAMING, _S.EXPOSED, _S.FAILED, _S.WITHDRAWN, _S.DROPPED),
+    _S.OFFERED: (_S.STREAMING, _S.EXPOSED, _S.SENT, _S.FAILED, _S.WITHDRAWN, _S.DROPPED),
     _S.STREAMING: (_S.SENT, _S.FAILED, _S.DROPPED),
-    _S.LENT: (_S.STREAMING, _S.SENT, _S.FAILED, _S.DROPPED),
+    _S.EXPOSED: (_S.STREAMING, _S.SENT, _S.FAILED, _S.DROPPED),
 }
 """From each state of a send to those that may follow. No other state has any."""
 

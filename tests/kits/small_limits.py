@@ -24,7 +24,7 @@ OFFERS = 4
 EARLY_PULLS = 2
 ASKS = 8
 FRAGMENT = 700
-LEND = 1000
+EXPOSE = 1000
 
 _LIMITS = {
     "CREDIT_BYTES": (CREDIT, (flow_control, unexpected_queue)),
@@ -42,8 +42,8 @@ _LIMITS = {
     "DIRECT_BYTES": (64, (reader,)),
     "JOIN_BYTES": (128, (sender, output_queue)),
     "MAX_BUFFERS": (5, (output_queue,)),
-    "LEND_BYTES": (LEND, (zero_copy,)),
-    "READ_BYTES": (LEND, (zero_copy,)),
+    "ZERO_COPY_BYTES": (EXPOSE, (zero_copy,)),
+    "READ_BYTES": (EXPOSE, (zero_copy,)),
     "COPY_BYTES": (1024, (zero_copy,)),
 }
 

@@ -12,19 +12,19 @@ import pytest
 from fewer_cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lending_pair import LendingPair
 from small_limits import CREDIT, EAGER, EARLY_PULLS, OFFERS, small_limits
 from transport_pair import Pair, Recorder, collective, p2p, receive, send
+from zero_copy_pair import ZeroCopyPair
 
 from asyncdist.errors import RemoteProtocolError
 from asyncdist.transport.protocol.frame import (
     EARLY_ID,
     Flag,
     Kind,
+    pack_exposed,
     pack_fragment,
     pack_header,
     pack_key,
-    pack_lent,
     pack_memory,
 )
 from asyncdist.transport.shared_memory.process_memory import PROCESS, OwnMemory
@@ -39,8 +39,8 @@ ADDRESSES = st.sampled_from([*[READABLE.ctypes.data] * 4, 0, 1 << 63, (1 << 64) 
 ON_OFFERS = [Kind.PULL, Kind.DISCARD, Kind.WITHDRAW]
 AGREED = pack_memory(*OWN.token) + pack_header(Kind.MAPPED, length=PROCESS)
 LOANS = st.one_of(
-    st.builds(pack_lent, st.just(EARLY_ID), st.just(PROCESS), ADDRESSES, st.sampled_from([3000, 3000, 3000, 10])),
-    st.builds(pack_header, st.just(Kind.RETURNED), flags=st.sampled_from([0, Flag.ABORT]), message_id=st.just(2)),
+    st.builds(pack_exposed, st.just(EARLY_ID), st.just(PROCESS), ADDRESSES, st.sampled_from([3000, 3000, 3000, 10])),
+    st.builds(pack_header, st.just(Kind.RELEASED), flags=st.sampled_from([0, Flag.ABORT]), message_id=st.just(2)),
     st.builds(pack_header, st.sampled_from(ON_OFFERS), message_id=st.sampled_from([1, 2, 2])),
     st.builds(pack_header, st.sampled_from([Kind.MAPPED, Kind.UNMAP]), length=st.just(PROCESS)),
     st.builds(pack_fragment, st.just(EARLY_ID), st.just(0), st.just(0), flags=st.sampled_from([Flag.END, Flag.ABORT])),
@@ -82,7 +82,7 @@ def feed(pair: Pair, data: bytes, rng: random.Random) -> None:
         buffer[:count] = view[:count]
         view = view[count:]
         pair.b.buffer_updated(count)
-        while isinstance(pair, LendingPair) and rng.random() < 0.9 and pair.copy():
+        while isinstance(pair, ZeroCopyPair) and rng.random() < 0.9 and pair.copy():
             pass
 
 
@@ -121,7 +121,7 @@ def test_anything_is_understood_or_refused(data: bytes, seed: int) -> None:
 @given(data=st.lists(st.one_of(LOANS, LOANS, frames()), max_size=10).map(b"".join), seed=st.integers())
 def test_any_loan_is_understood_or_refused(data: bytes, seed: int) -> None:
     with small_limits():
-        pair = LendingPair(reading=(1,))
+        pair = ZeroCopyPair(reading=(1,))
         read(pair, AGREED + data, seed)
         pair.close()
 

@@ -28,7 +28,7 @@ class Issued:
     works: list[dist.Work[Any]] = field(default_factory=list)
     depends: list[int | None] = field(default_factory=list)
     """On whom each work depends."""
-    loans: list[Loan] = field(default_factory=list)
+    zero_copy: list[Loan] = field(default_factory=list)
     results: list[tuple[int, Any]] = field(default_factory=list)
     """Index of a work, and what it must give."""
     checks: list[Callable[[list[Any]], str]] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Issued:
             for index, expected in self.results
             if not same(expected, results[index])
         ]
-        wrong += [loan.wrong() for loan in self.loans]
+        wrong += [loan.wrong() for loan in self.zero_copy]
         return [f"{self.name}: {text}" for text in wrong if text]
 
 
@@ -92,7 +92,7 @@ class Issuer:
     def put(self, initial: Array, expected: Array | None = None, layout: str = "") -> Array:
         """An array for the operation; None: it stays as it is."""
         loan = self.pool.loan(initial, expected, layout)
-        self.now.loans.append(loan)
+        self.now.zero_copy.append(loan)
         return loan.array
 
     def blank(self, expected: Array, layout: str = "") -> Array:

@@ -180,7 +180,7 @@ class TrackRun:
                 self._failed(issued, error)
         self.flight.remove(issued)
         wrong = issued.judge(results)
-        for loan in issued.loans:
+        for loan in issued.zero_copy:
             self.pool.give_back(loan)
         if wrong or self.pool.problems:
             raise WrongError("\n".join([*wrong, *self.pool.problems]))

@@ -211,7 +211,7 @@ class Lanes:
         if problem:
             events.info("group %x tag %d: no shared memory: %s", backend.group_id, tag, problem)
         reads = not problem and all(
-            (connection := memory.connections.get(rank)) is not None and connection.loans.reads
+            (connection := memory.connections.get(rank)) is not None and connection.zero_copy.reads
             for rank in backend.ranks
             if rank != self._mesh.rank
         )
@@ -311,13 +311,9 @@ def _expose(memory: HostMemory, others: Sequence[int], octets: memoryview, singl
     Those that have not mapped its segment are asked to, so that a later operation can expose it.
     """
     connections = [memory.connections.get(rank) for rank in others]
-
-    def mapped(segment: int) -> bool:
-        """Whether all have it; each is asked, also after one that has not."""
-        return not [peer for peer in connections if peer is None or not peer.loans.maps(segment)]
-
+    peers = [connection.zero_copy for connection in connections if connection is not None]
     own = memory.own if single_copy and len(octets) >= SINGLE_COPY_BYTES else None
-    place = place_of(octets, memory.arrays, own, mapped)
+    place = place_of(octets, memory.arrays, own, peers) if len(peers) == len(others) else None
     return None if place is None else Exposed(*place, SINGLE_COPY_BYTES if place[0] == PROCESS else 0)
 
 
@@ -329,6 +325,6 @@ def _borrow(
     if connection is None:
         return None
     try:
-        return connection.loans.borrow(segment, offset, length)
+        return connection.zero_copy.remote(segment, offset, length)
     except RemoteProtocolError as error:
         raise LaneFault(member, str(error)) from None

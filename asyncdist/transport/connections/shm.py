@@ -25,7 +25,7 @@ from asyncdist.transport.protocol.frame import MAX_CALL_BYTES, Kind, pack_header
 from asyncdist.transport.protocol.operations import NO_GOODBYE
 from asyncdist.transport.protocol.output_queue import nothing
 from asyncdist.transport.protocol.peer import PeerCore
-from asyncdist.transport.protocol.zero_copy import Loans
+from asyncdist.transport.protocol.zero_copy import ZeroCopy
 from asyncdist.transport.shared_memory.doorbell import Ringer
 from asyncdist.transport.shared_memory.ring import PART_BYTES, SENT, RingReader, RingWriter, half_bytes
 from asyncdist.transport.shared_memory.segment import (
@@ -80,7 +80,7 @@ class ShmConnection(Connection):
         self._writer: RingWriter | None = None
         self.ringer: Ringer | None = None
         self._ring: Callable[[], None] = nothing
-        self.loans = Loans(self, self._memory.arrays, self._memory.own)
+        self.zero_copy = ZeroCopy(self, self._memory.arrays, self._memory.own)
         self._copying = False
         self._blocked = False
         self._hung_up = -1  # else where its stream ends
@@ -116,7 +116,7 @@ class ShmConnection(Connection):
             self._numbers.discard(number)
             self.tell(pack_header(Kind.UNMAP, length=number))
 
-    def forsake(self, number: int) -> None:
+    def detach(self, number: int) -> None:
         """The peer has no segment of that number any more."""
         if number not in self.attached and number not in self._lacking and self._sock is not None and self._hung_up < 0:
             self._parcel_came()  # it was passed before it was given up
@@ -203,7 +203,7 @@ class ShmConnection(Connection):
     def _attach(self, parcel: Parcel) -> None:
         """Map a segment; if we cannot, that is only said to who asks for it."""
         if parcel.kind == ARENA:
-            self.loans.attach(parcel)
+            self.zero_copy.attach(parcel)
             return
         known = len(self.attached) + len(self._lacking)
         if parcel.kind != SEGMENT or known >= MAX_PEER_SEGMENTS or parcel.number in self.attached:
@@ -226,8 +226,8 @@ class ShmConnection(Connection):
         self._ring = self.ringer.ring
         self._memory.doorbell.add(self._poll)
         self._memory.joined(self._core.peer_rank, self, crowded=pairing.peer_is_here)
-        self._core.open(self._write, self._arm, self.loans)
-        self.loans.open()
+        self._core.open(self._write, self._arm, self.zero_copy)
+        self.zero_copy.open()
         if self._leaving and self._sock is not None:
             self._say_goodbye()
         self._loop.call_soon(self._poll)  # what came before we could be rung for it
@@ -298,19 +298,19 @@ class ShmConnection(Connection):
             return
         if reader.wanted():
             self._ring()
-        if self.loans.copies and not self._copying:
+        if self.zero_copy.copies and not self._copying:
             self._copy()
         if self._leaving or self._frames.left:
             self._took()
 
     def _copy(self) -> None:
-        """Copy a part of what the peer has lent; the rest in later turns of the loop."""
+        """Copy a part of what the peer has exposed; the rest in later turns of the loop."""
         self._copying = False
         if self._sock is None:
             return
-        self.loans.advance()
+        self.zero_copy.advance()
         self._core.kick()
-        if self.loans.copies:
+        if self.zero_copy.copies:
             self._copying = True
             self._loop.call_soon(self._copy)
 
@@ -370,7 +370,7 @@ class ShmConnection(Connection):
         self._reader = self._writer = self.ringer = None
         self._ring = nothing
         self.attached.clear()
-        self.loans.close()
+        self.zero_copy.close()
 
 
 _numbers: dict[int, int] = {}

@@ -37,23 +37,23 @@ The match key is the 24 bytes as they travel: they are a dict key at both ends a
 | ASK | receiver | key: send one message of it though stalled; message_id: stall number; flag END: stall anew | none |
 | CONTROL | either | length | opaque, at most MAX_CONTROL_BYTES |
 | GOODBYE | either | | none; nothing follows |
-| LENT | sender | message_id as in the PULL, length, key: segment (u64), offset in it (u64) and 8 zero bytes | none |
-| RETURNED | receiver | message_id: the message that was lent is copied; FRAGMENT with flag END follows | none |
-| MAPPED | receiver | length: number of a segment that the sender may lend from now on | none |
-| UNMAP | sender | length: number of a segment of which nothing will be lent any more | none |
+| EXPOSED | sender | message_id as in the PULL, length, key: segment (u64), offset in it (u64) and 8 zero bytes | none |
+| RELEASED | receiver | message_id: the exposed message is copied; FRAGMENT with flag END follows | none |
+| MAPPED | receiver | length: number of a segment that the sender may expose from now on | none |
+| UNMAP | sender | length: number of a segment of which nothing will be exposed any more | none |
 | MEMORY | sender | once; key: address (u64) of a token in its process, and the token (16 bytes) | none |
 | WITHDRAW | sender | message_id of an OFFER: it is none any more | none |
 
-LENT to MEMORY only where memory is shared: a payload that its receiver can read where it lies need not travel. It lies
-in a segment, or in the sender's process (see `process_memory`), for which PROCESS stands in LENT and MAPPED. RETURNED
-with flag ABORT: it could not be read, travels after all, and is not lent again.
+EXPOSED to MEMORY only where memory is shared: a payload that its receiver can read where it lies need not travel. The
+payload lies in a segment, or in the sender's process (see `process_memory`), for which PROCESS stands in EXPOSED and
+MAPPED. RELEASED with flag ABORT: the payload could not be read, travels after all, and is not exposed again.
 
 ABORT has LATE where only the time of that send was over, not its group.
 
 Every PULL is answered by exactly one end of stream: the fragment that completes the message, or one with ABORT or END.
 Every OFFER is answered by a PULL or a DISCARD, a withdrawn one too; a PULL that crosses its WITHDRAW has its end in
-that. So both ends know which ids are in use whoever gives up, and when. Of a lent message the sender says when it is
-complete: should it have given its memory up for other use meanwhile, nobody takes what was copied for the message.
+that. So both ends know which ids are in use whoever gives up, and when. Of an exposed message the sender says when it
+is complete: should the sender have used its memory for something else meanwhile, the receiver drops what it copied.
 """
 
 from __future__ import annotations
@@ -72,7 +72,6 @@ __all__ = [
     "HEADER_BYTES",
     "JOIN_BYTES",
     "KEY_BYTES",
-    "LEND_BYTES",
     "MAX_ASKS",
     "MAX_BUFFERS",
     "MAX_CALL_BYTES",
@@ -86,6 +85,7 @@ __all__ = [
     "MESSAGE_OVERHEAD_BYTES",
     "POINT_TO_POINT",
     "TRAFFIC_CLASSES",
+    "ZERO_COPY_BYTES",
     "ZERO_KEY",
     "Flag",
     "Header",
@@ -94,10 +94,10 @@ __all__ = [
     "describe_key",
     "key_prefix",
     "key_suffix",
+    "pack_exposed",
     "pack_fragment",
     "pack_header",
     "pack_key",
-    "pack_lent",
     "pack_memory",
     "unpack_key",
     "unpack_place",
@@ -124,7 +124,7 @@ EARLY_PULL_BYTES: Final = 64 << 10
 it. What comes too early is copied once more, and there credit would soon be used up."""
 
 MAX_READ_BYTES: Final = 64 << 10
-"""Payload lent to one read of a message of one fragment: what it acknowledges early lets the sender copy meanwhile. Of
+"""Memory for one read of a message of one fragment: what it acknowledges early lets the sender copy meanwhile. Of
 longer messages a fragment is read at once: there is always more to send, and what costs is the number of calls."""
 
 MAX_CALL_BYTES: Final = 1 << 20
@@ -136,8 +136,8 @@ MAX_BUFFERS: Final = 128
 JOIN_BYTES: Final = 4 << 10
 """Up to here a payload is joined to its header: copying it is cheaper than a second element of sendmsg."""
 
-LEND_BYTES: Final = 512 << 10
-"""Shortest payload that is lent instead of sent: below it the two frames more cost what copying once less saves."""
+ZERO_COPY_BYTES: Final = 512 << 10
+"""Shortest payload that is exposed instead of sent: below it the two frames more cost what copying once less saves."""
 
 CREDIT_BYTES: Final = 1 << 20
 """Eager bytes per peer and traffic class that may be on their way or in the unexpected queue, at the receiver."""
@@ -194,8 +194,8 @@ class Kind:
     ASK: Final = 8
     CONTROL: Final = 9
     GOODBYE: Final = 10
-    LENT: Final = 11
-    RETURNED: Final = 12
+    EXPOSED: Final = 11
+    RELEASED: Final = 12
     MAPPED: Final = 13
     UNMAP: Final = 14
     MEMORY: Final = 15
@@ -283,14 +283,14 @@ def pack_fragment(message_id: int, offset: int, length: int, fingerprint: int = 
     return _FRAGMENT.pack(Kind.FRAGMENT, flags, 0, fingerprint, offset, length, 0, message_id)
 
 
-def pack_lent(message_id: int, segment: int, offset: int, length: int, fingerprint: int = 0) -> bytes:
-    """Return the frame that lends the message pulled as `message_id`: where its bytes are."""
+def pack_exposed(message_id: int, segment: int, offset: int, length: int, fingerprint: int = 0) -> bytes:
+    """Return the frame that exposes the message pulled as `message_id`: where its bytes are."""
     place = _PLACE.pack(segment, offset)
-    return pack_header(Kind.LENT, fingerprint=fingerprint, key=place, length=length, message_id=message_id)
+    return pack_header(Kind.EXPOSED, fingerprint=fingerprint, key=place, length=length, message_id=message_id)
 
 
 def unpack_place(key: bytes) -> tuple[int, int]:
-    """Return the segment and the offset that a LENT names."""
+    """Return the segment and the offset that an EXPOSED names."""
     segment, offset = _PLACE.unpack(key)
     return segment, offset
 

@@ -67,7 +67,7 @@ class SendState(enum.IntEnum):
     HELD = 2
     OFFERED = 3
     STREAMING = 4
-    LENT = 5
+    EXPOSED = 5
     SENT = 6
     FAILED = 7
     WITHDRAWN = 8
@@ -95,7 +95,7 @@ class StreamState(enum.IntEnum):
     TRAVELS = 0
     """In frames."""
     COPYING = 1
-    """The sender has lent them: this rank copies them out of the sender's memory."""
+    """The sender has exposed them: this rank copies them out of the sender's memory."""
     COPIED = 2
     """They are copied, and the sender is to say that they are the message."""
     REFUSED = 3

@@ -159,20 +159,20 @@ class OutputQueue:
         self.clear = False
         self.urgent = True
 
-    def push_lent(self, frame: bytes, op: SendOp) -> None:
-        """Queue the frame that lends `op`, which is under way until `end_lent`; `op._id` is the pull's."""
+    def push_exposed(self, frame: bytes, op: SendOp) -> None:
+        """Queue the frame that exposes `op`, which is under way until `end_exposed`; `op._id` is the pull's."""
         self.streaming[op._id] = op
         self.push_data(frame, op, op._id)
 
-    def end_lent(self, op: SendOp) -> None:
-        """The peer copies `op` no more. Should the frame that lends it not be written yet, it never will be."""
+    def end_exposed(self, op: SendOp) -> None:
+        """The peer copies `op` no more. If the frame that exposes it is not written yet, it never will be."""
         del self.streaming[op._id]
         op._id = 0
 
     @property
-    def lending(self) -> bool:
-        """Whether anything is lent."""
-        return any(op.state is SendState.LENT for op in self.streaming.values())
+    def exposing(self) -> bool:
+        """Whether any message is exposed."""
+        return any(op.state is SendState.EXPOSED for op in self.streaming.values())
 
     def return_credit(self, traffic: int, nbytes: int) -> None:
         """Give the peer credit back with the next write, or at once if it is much."""
@@ -195,8 +195,8 @@ class OutputQueue:
 
         True: the caller completes it, unless `finishing` says that a begun fragment still will.
         """
-        if op.state is SendState.LENT:
-            self.end_lent(op)
+        if op.state is SendState.EXPOSED:
+            self.end_exposed(op)
             return True
         try:
             self._streams.remove(op)

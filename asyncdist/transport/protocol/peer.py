@@ -20,7 +20,7 @@ from asyncdist.transport.protocol.output_queue import Arm, Writer
 from asyncdist.transport.protocol.reader import Reader
 from asyncdist.transport.protocol.receiver import Receiver
 from asyncdist.transport.protocol.sender import Sender
-from asyncdist.transport.protocol.zero_copy import Loans
+from asyncdist.transport.protocol.zero_copy import ZeroCopy
 
 __all__ = ["Arm", "PeerCore", "Writer"]
 
@@ -97,13 +97,13 @@ class PeerCore:
         """What `fail` was called with."""
         return self._sender.error
 
-    def open(self, writer: Writer, arm: Arm, loans: Loans | None = None) -> None:
+    def open(self, writer: Writer, arm: Arm, zero_copy: ZeroCopy | None = None) -> None:
         """The handshake is done: write what is queued, and from now on whatever comes.
 
-        With `loans`, payloads that lie in shared memory are lent to the peer; who moves the bytes calls its `advance`.
+        With `zero_copy`, payloads in shared memory are exposed to the peer; the shell calls `zero_copy.advance`.
         """
-        self._sender.loans = self._receiver.loans = loans
-        if loans is not None:
+        self._sender.zero_copy = self._receiver.zero_copy = zero_copy
+        if zero_copy is not None:
             self.reader.max_read_bytes = FRAGMENT_BYTES  # no system call to keep short
         self._sender.queue.open(writer, arm)
         self._sender.flush()
@@ -128,7 +128,7 @@ class PeerCore:
         """End a point-to-point message that cannot be withdrawn before its time, telling its sink nothing.
 
         When this returns its array is not read or written any more, except that a peer may still be copying from one
-        that was lent to it: it throws away what it copied. The other end hears of it: a sender stops, and a receive
+        that is exposed to it: it throws away what it copied. The other end hears of it: a sender stops, and a receive
         fails with CollectiveTimeoutError. False: so much of a send is under way that the rest goes from a copy, and it
         is complete.
         """
@@ -141,7 +141,7 @@ class PeerCore:
         """Forget everything of the group whose id's 8 bytes are `group`, telling no sink.
 
         When this returns no array of the group is read or written any more, except that a peer may still be copying
-        from one that was lent to it: it will throw away what it copied. Late messages of the group are drained.
+        from one that is exposed to it: it will throw away what it copied. Late messages of the group are drained.
         """
         self._receiver.drop_group(group)
         self._sender.drop_group(group)

@@ -1,4 +1,4 @@
-"""Reader: cuts the incoming bytes into frames, and lends memory so that payload is read where it belongs.
+"""Reader: cuts the incoming bytes into frames, and says where to read them, so that payload is read where it belongs.
 
 Small frames are read many at a time into scratch, where eager payload waits to be copied once. Bulk payload is read
 straight into the receiver's array; between two fragments no more than a header is read, so that none of the next
@@ -113,7 +113,7 @@ class Reader:
     def _end_payload(self, nbytes: int) -> int:
         """The last `nbytes` of a payload came."""
         if nbytes > self._left_bytes:
-            raise ValueError("more bytes reported than lent")
+            raise ValueError("more bytes reported than the buffer has")
         stream = self._stream
         assert stream is not None
         stream.offset += nbytes
@@ -200,8 +200,8 @@ class Reader:
             return self._fragment(header, start, end)
         if kind == Kind.CONTROL:
             return self._control(header.length, start, end)
-        if kind == Kind.LENT and self._receiver.loans is not None:
-            self._receiver.on_lent(header)
+        if kind == Kind.EXPOSED and self._receiver.zero_copy is not None:
+            self._receiver.on_exposed(header)
         else:
             self._signal(header)
         return HEADER_BYTES
@@ -225,17 +225,17 @@ class Reader:
             sender.peer_left()
         elif kind == Kind.WITHDRAW:
             receiver.on_withdraw(message_id)
-        elif (loans := receiver.loans) is not None and Kind.RETURNED <= kind <= Kind.MEMORY:
-            if kind == Kind.RETURNED:
+        elif (zero_copy := receiver.zero_copy) is not None and Kind.RELEASED <= kind <= Kind.MEMORY:
+            if kind == Kind.RELEASED:
                 copied = not flags & Flag.ABORT
-                if sender.on_returned(message_id, copied=copied) and not copied:
-                    loans.refused()
+                if sender.on_released(message_id, copied=copied) and not copied:
+                    zero_copy.stop_exposing_process()
             elif kind == Kind.MAPPED:
-                loans.on_mapped(length)
+                zero_copy.on_mapped(length)
             elif kind == Kind.UNMAP:
-                loans.on_unmap(length)
+                zero_copy.on_unmap(length)
             else:
-                loans.on_memory(key)
+                zero_copy.on_memory(key)
         else:
             raise RemoteProtocolError(f"rank {self._peer_rank} sent a frame of unknown kind {kind}")
 

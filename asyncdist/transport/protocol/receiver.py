@@ -56,7 +56,7 @@ from asyncdist.transport.protocol.operations import (
 from asyncdist.transport.protocol.output_queue import OutputQueue
 from asyncdist.transport.protocol.sender import Sender
 from asyncdist.transport.protocol.unexpected_queue import UnexpectedQueue
-from asyncdist.transport.protocol.zero_copy import Loans
+from asyncdist.transport.protocol.zero_copy import ZeroCopy
 
 __all__ = ["Pulls", "Receiver"]
 
@@ -80,7 +80,7 @@ class Receiver:
         self.peer_rank = peer_rank
         self.error: BaseException | None = None
         self.pulls = Pulls(peer_rank, sender.queue)
-        self.loans: Loans | None = None
+        self.zero_copy: ZeroCopy | None = None
         self.partial: Stream | None = None  # the one whose payload is being read
         self._sender = sender
         self._any_source = any_source
@@ -307,25 +307,25 @@ class Receiver:
         if receive is not None:
             receive.fail(given_up(self.peer_rank, late=late))
 
-    def on_lent(self, header: Header) -> None:
-        """LENT: the bytes of a pulled message are in the sender's memory, from where we copy them."""
+    def on_exposed(self, header: Header) -> None:
+        """EXPOSED: the bytes of a pulled message are in the sender's memory, from where we copy them."""
         length, message_id = header.length, header.message_id
         stream = self._answered(header.fingerprint, message_id)
-        loans = self.loans
-        assert loans is not None, "nothing is lent over a connection without shared memory"
+        zero_copy = self.zero_copy
+        assert zero_copy is not None, "nothing is exposed over a connection without shared memory"
         if stream.offset or stream.state or length != stream.total:
-            raise RemoteProtocolError(f"rank {self.peer_rank} lent {length} bytes as message {message_id}")
-        source = loans.borrow(*unpack_place(header.key), length)
+            raise RemoteProtocolError(f"rank {self.peer_rank} exposed {length} bytes as message {message_id}")
+        source = zero_copy.remote(*unpack_place(header.key), length)
         stream.state = StreamState.COPYING
         if stream.view is None:  # it was discarded, and will be aborted
             return
 
-        def returned(copied: bool) -> None:
+        def copied_or_not(copied: bool) -> None:
             stream.state = StreamState.COPIED if copied else StreamState.REFUSED
             flags = 0 if copied else Flag.ABORT
-            self._sender.queue.push_control(pack_header(Kind.RETURNED, flags=flags, message_id=message_id))
+            self._sender.queue.push_control(pack_header(Kind.RELEASED, flags=flags, message_id=message_id))
 
-        loans.copy(stream, source, returned)
+        zero_copy.copy(stream, source, copied_or_not)
 
     def finish(self, stream: Stream) -> None:
         """The last byte of `stream` is in place."""
@@ -521,8 +521,8 @@ class Pulls:
 
     def advance(self, stream: Stream, offset: int, length: int, message_id: int) -> None:
         """A fragment came: check that it is the next, and forget the stream with its last."""
-        lent = stream.state in (StreamState.COPYING, StreamState.COPIED)
-        if offset != stream.offset or offset + length > stream.total or length > FRAGMENT_BYTES or lent:
+        exposed = stream.state in (StreamState.COPYING, StreamState.COPIED)
+        if offset != stream.offset or offset + length > stream.total or length > FRAGMENT_BYTES or exposed:
             raise RemoteProtocolError(
                 f"rank {self._peer_rank} sent bytes {offset} to {offset + length} of message {message_id}, "
                 f"expected those from {stream.offset} of {stream.total}"

@@ -5,16 +5,18 @@ A short message goes at once (MPI's eager protocol). A long one is offered, and 
 length, and may pull before there is an offer: an early pull. Each send is in one state:
 
     POSTED     it is in its post, or was refused there
-               -> SENT if written whole at once, EAGER, OFFERED, HELD; STREAMING, LENT for an early pull
+               -> SENT if written whole at once, EAGER, OFFERED, HELD; STREAMING, EXPOSED for an early pull
     EAGER      its DATA frame is queued, or written in part
                -> SENT with its last byte; WITHDRAWN if none is written; DROPPED, FAILED
     HELD       it has no frame, as the peer has no room for it
-               -> EAGER, OFFERED for room or when asked; STREAMING, LENT for an early pull; WITHDRAWN, DROPPED, FAILED
+               -> EAGER, OFFERED for room or when asked; STREAMING, EXPOSED for an early pull; WITHDRAWN, DROPPED,
+               FAILED
     OFFERED    its OFFER is queued or sent, and not answered
-               -> STREAMING, LENT when pulled; SENT when discarded, FAILED if so at a group's end; WITHDRAWN, DROPPED
+               -> STREAMING, EXPOSED when pulled; SENT when discarded, FAILED if so at a group's end; WITHDRAWN,
+               DROPPED
     STREAMING  its fragments are sent
                -> SENT with its last byte or when discarded; DROPPED, FAILED
-    LENT       the peer copies it out of this rank's memory
+    EXPOSED    the peer copies it out of this rank's memory
                -> SENT when copied or discarded; STREAMING if it cannot be read; DROPPED, FAILED
     SENT       it is complete: its payload is free
     FAILED     its sink was told an error, as the peer is lost or has left
@@ -47,14 +49,14 @@ from asyncdist.transport.protocol.frame import (
     Flag,
     Kind,
     describe_key,
+    pack_exposed,
     pack_fragment,
     pack_header,
-    pack_lent,
 )
 from asyncdist.transport.protocol.matching import DroppedGroups
 from asyncdist.transport.protocol.operations import SendOp, SendState, anew, fail_all, not_received
 from asyncdist.transport.protocol.output_queue import OutputQueue
-from asyncdist.transport.protocol.zero_copy import Loans
+from asyncdist.transport.protocol.zero_copy import ZeroCopy
 
 __all__ = ["EarlyPulls", "Offers", "Sender"]
 
@@ -74,7 +76,7 @@ class Sender:
         self.queue = OutputQueue()
         self.windows = tuple(SendWindow(traffic, self.queue) for traffic in range(TRAFFIC_CLASSES))
         self.error: BaseException | None = None
-        self.loans: Loans | None = None
+        self.zero_copy: ZeroCopy | None = None
         self._offers = Offers(self.windows)
         self._early_pulls = EarlyPulls(peer_rank)
         self.corked = False  # input is being handled: what it causes is written together at its end
@@ -283,22 +285,22 @@ class Sender:
                 self.queue.push_reply(pack_fragment(message_id, 0, 0, flags=Flag.ABORT))
             return
         op._id = message_id
-        place = None if self.loans is None else self.loans.lend(op.payload)
+        place = None if self.zero_copy is None else self.zero_copy.expose(op.payload)
         if place is None:
             op.state = SendState.STREAMING
             self.queue.push_stream(op)
         else:
-            op.state = SendState.LENT
-            self.queue.push_lent(pack_lent(message_id, *place, len(op.payload), op.fingerprint), op)
+            op.state = SendState.EXPOSED
+            self.queue.push_exposed(pack_exposed(message_id, *place, len(op.payload), op.fingerprint), op)
 
-    def on_returned(self, message_id: int, *, copied: bool) -> bool:
-        """RETURNED: a lent message was copied, or could not be. False: stopped meanwhile, it has had its end."""
+    def on_released(self, message_id: int, *, copied: bool) -> bool:
+        """RELEASED: an exposed message was copied, or could not be. False: stopped meanwhile, it has had its end."""
         op = self.queue.streaming.get(message_id)
         if op is None:
             return False
-        if op.state is not SendState.LENT:
-            raise RemoteProtocolError(f"rank {self._peer_rank} returned message {message_id}, which was not lent")
-        self.queue.end_lent(op)
+        if op.state is not SendState.EXPOSED:
+            raise RemoteProtocolError(f"rank {self._peer_rank} released message {message_id}, which was not exposed")
+        self.queue.end_exposed(op)
         if copied:
             self.queue.push_reply(pack_fragment(message_id, 0, 0, flags=Flag.END))
             op.complete()
@@ -350,7 +352,7 @@ class Sender:
         return done
 
     def _undelivered(self) -> bool:
-        return self._offers.wanted or any(w.holding for w in self.windows) or self.queue.lending
+        return self._offers.wanted or any(w.holding for w in self.windows) or self.queue.exposing
 
     @property
     def has_output(self) -> bool:

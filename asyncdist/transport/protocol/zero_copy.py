@@ -1,8 +1,9 @@
 """Zero copy: long messages between ranks of one host, which the receiver copies out of the sender's memory.
 
-A segment of arrays is offered to the peer once, when something in it could first be lent (UCX registers memory then).
-The sender lends from it once the peer has said that it has mapped it. Until then, and if the peer cannot, payloads
-travel. The same holds for the memory of this process, where the kernel lets the peer read it.
+A sender exposes memory (XPMEM's word; UCX registers it): segments of shared arrays, and its process. A segment is
+offered to the peer when a payload in it is first sent. The peer maps the segment and says MAPPED. From then on payloads
+in the segment are exposed: the receiver copies them. Until then, and if the peer cannot map it, payloads travel in
+frames. The same holds for the memory of this process, where the kernel lets the peer read it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import errno
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 import numpy as np
@@ -18,7 +19,7 @@ import numpy as np
 from asyncdist.arrays.host import Array
 from asyncdist.concurrency import trace as events
 from asyncdist.errors import ClosedError, RemoteProtocolError
-from asyncdist.transport.protocol.frame import LEND_BYTES, Kind, pack_header, pack_memory, unpack_token
+from asyncdist.transport.protocol.frame import ZERO_COPY_BYTES, Kind, pack_header, pack_memory, unpack_token
 from asyncdist.transport.protocol.operations import Stream
 from asyncdist.transport.shared_memory.arrays import SharedArrays, address_of
 from asyncdist.transport.shared_memory.process_memory import (
@@ -31,10 +32,10 @@ from asyncdist.transport.shared_memory.process_memory import (
 )
 from asyncdist.transport.shared_memory.segment import AttachedSegment, Parcel, close_all
 
-__all__ = ["COPY_BYTES", "MAX_ADDRESS", "MAX_BORROWED", "READ_BYTES", "Borrowing", "Loans", "place_of"]
+__all__ = ["COPY_BYTES", "MAX_ADDRESS", "MAX_ATTACHED", "READ_BYTES", "PendingCopy", "ZeroCopy", "place_of"]
 
-MAX_BORROWED: Final = 4096
-"""Segments one peer may have us map for its arrays. Beyond some sixty it takes them ever larger."""
+MAX_ATTACHED: Final = 4096
+"""Segments of arrays that one peer may have us map. Beyond some sixty the peer makes its segments ever larger."""
 
 READ_BYTES: Final = 4 << 20
 """Shortest payload that the peer reads in our process: of a shorter one it copies parts out while we copy others in."""
@@ -46,8 +47,8 @@ COPY_BYTES: Final = 2 << 20
 """Bytes copied in one turn of the loop: some 0.2 ms."""
 
 
-class Segmented(Protocol):
-    """The connection, as its loans see it."""
+class SegmentPasser(Protocol):
+    """The connection of a `ZeroCopy`."""
 
     def offer(self, number: int) -> None:
         """Pass a segment of arrays. Raises OSError, ClosedError."""
@@ -55,7 +56,7 @@ class Segmented(Protocol):
     def tell(self, frame: bytes) -> None:
         """Send a frame in line with messages."""
 
-    def forsake(self, number: int) -> None:
+    def detach(self, number: int) -> None:
         """The peer has no segment of that number any more, and may have passed it for something else than arrays."""
 
     @property
@@ -63,23 +64,22 @@ class Segmented(Protocol):
         """The process of the peer, as the kernel numbers it for us. Raises OSError."""
 
 
-class Borrowing:
-    """A lent message on its way from `source` into the place of `stream`.
+class PendingCopy:
+    """An exposed message on its way from `source` into the place of `stream`.
 
-    `done(copied)` is called with the last byte, or as soon as it turns out that it cannot be read.
+    `done(copied)` is called with the last byte, or as soon as the source turns out to be unreadable.
     """
 
     def __init__(self, stream: Stream, source: memoryview | RemoteBytes, done: Callable[[bool], None]) -> None:
         assert stream.view is not None
         self.stream = stream
-        self._source: Array | RemoteBytes
         self._source = source if isinstance(source, RemoteBytes) else np.frombuffer(source, np.uint8)
         self._target: Array = np.frombuffer(stream.view, np.uint8)
         self._copied = 0
         self._done = done
 
     def advance(self, nbytes: int) -> int:
-        """Copy up to `nbytes` more; returns how many. 0: it is over."""
+        """Copy up to `nbytes` more; returns how many. 0: the copy is over."""
         start = self._copied
         stop = min(start + nbytes, self.stream.total)
         if self.stream.view is None or start == stop:
@@ -89,7 +89,7 @@ class Borrowing:
             try:
                 source.read(start, target)
             except Unreadable as error:
-                events.info("a message lent by a peer travels after all: %s", error)
+                events.info("a message exposed by a peer travels after all: %s", error)
                 self._done(False)
                 return 0
         else:
@@ -100,63 +100,63 @@ class Borrowing:
         return stop - start
 
 
-class Loans:
-    """One connection's side: what we lend and what we borrow; without `own` only of segments."""
+class ZeroCopy:
+    """One connection's side: what this rank exposes, and what it reads of the peer. Without `own` only of segments."""
 
-    def __init__(self, connection: Segmented, arrays: SharedArrays, own: OwnMemory | None = None) -> None:
+    def __init__(self, connection: SegmentPasser, arrays: SharedArrays, own: OwnMemory | None = None) -> None:
         self._connection = connection
         self._arrays = arrays
         self._own = own
-        self._lent: dict[int, bool] = {}  # by segment offered, whether the peer has mapped it
-        self._borrowed: dict[int, AttachedSegment] = {}
-        self._told = False  # where the memory of its process is
+        self._exposed: dict[int, bool] = {}  # by segment offered, whether the peer has mapped it
+        self._attached: dict[int, AttachedSegment] = {}
+        self._memory_told = False  # the peer's MEMORY has come
         self._process: ProcessMemory | None = None
-        self.copies: deque[Borrowing] = deque()  # for `advance`
+        self.copies: deque[PendingCopy] = deque()  # for `advance`
 
-    # Lending
+    # Exposing
 
-    def lend(self, payload: memoryview) -> tuple[int, int] | None:
+    def expose(self, payload: memoryview) -> tuple[int, int] | None:
         """Segment and offset of a payload that the peer can read in our memory, else None."""
-        if len(payload) < LEND_BYTES:
+        if len(payload) < ZERO_COPY_BYTES:
             return None
-        return place_of(payload, self._arrays, self._own if len(payload) >= READ_BYTES else None, self.maps)
+        return place_of(payload, self._arrays, self._own if len(payload) >= READ_BYTES else None, (self,))
 
     def open(self) -> None:
         """Let the peer read our memory. Called as the connection opens: messages posted from then on come behind."""
         if self._own is not None:
-            self._lent[PROCESS] = False
+            self._exposed[PROCESS] = False
             self._connection.tell(pack_memory(*self._own.token))
 
-    def maps(self, number: int) -> bool:
-        """Whether the peer has mapped our segment `number`, or reads our process's memory; if not, it is asked to."""
-        mapped = self._lent.get(number)
+    def exposed(self, number: int) -> bool:
+        """Whether the peer has mapped our segment `number`, or reads our process; a new segment is offered to it."""
+        mapped = self._exposed.get(number)
         if mapped is None:
-            self._lent[number] = False
+            self._exposed[number] = False
             try:
                 self._connection.offer(number)
             except (OSError, ClosedError):
-                del self._lent[number]
+                del self._exposed[number]
         return mapped is True
 
     def on_mapped(self, number: int) -> None:
-        """MAPPED: the peer can read this one."""
-        if number in self._lent:  # else it is gone meanwhile
-            self._lent[number] = True
+        """MAPPED: the peer can read this segment, which may be gone meanwhile."""
+        if number in self._exposed:
+            self._exposed[number] = True
 
-    def refused(self) -> None:
-        """The peer could not read what is lent to it, so our process's memory is lent to it no more."""
-        self._lent[PROCESS] = False
+    def stop_exposing_process(self) -> None:
+        """The peer could not read what was exposed to it."""
+        self._exposed[PROCESS] = False
 
-    def gone(self, number: int) -> None:
+    def release(self, number: int) -> None:
         """We have no segment of that number any more."""
-        if self._lent.pop(number, None) is not None:
+        if self._exposed.pop(number, None) is not None:
             self._connection.tell(pack_header(Kind.UNMAP, length=number))
 
-    # Borrowing
+    # Reading
 
     @property
     def reads(self) -> bool:
-        """Whether we can read its process's memory, and could whenever we did.
+        """Whether we can read the peer's process, and could whenever we did.
 
         Known once a message is here that found the connection open.
         """
@@ -165,23 +165,23 @@ class Loans:
     def attach(self, parcel: Parcel) -> None:
         """The peer has offered a segment: map it, or leave it. Raises RemoteProtocolError."""
         number = parcel.number
-        if number in self._borrowed or len(self._borrowed) >= MAX_BORROWED:
+        if number in self._attached or len(self._attached) >= MAX_ATTACHED:
             close_all(parcel.fds)
-            raise RemoteProtocolError(f"a peer offered segment {number} again, or more than {MAX_BORROWED}")
+            raise RemoteProtocolError(f"a peer offered segment {number} again, or more than {MAX_ATTACHED}")
         try:
             if not parcel.fds:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            self._borrowed[number] = AttachedSegment(parcel.fds[0], parcel.size)
+            self._attached[number] = AttachedSegment(parcel.fds[0], parcel.size)
         except OSError as error:
             events.info("%d bytes of a peer's arrays cannot be mapped and will be copied: %s", parcel.size, error)
             return
         self._connection.tell(pack_header(Kind.MAPPED, length=number))
 
     def on_memory(self, key: bytes) -> None:
-        """MEMORY: the peer lets us read its process's memory. So we do, if we can. Raises RemoteProtocolError."""
-        if self._told:
+        """MEMORY: the peer lets us read its process. Try that, and say MAPPED. Raises RemoteProtocolError."""
+        if self._memory_told:
             raise RemoteProtocolError("a peer let us read its memory twice")
-        self._told = True
+        self._memory_told = True
         if self._own is None:
             return
         try:
@@ -193,54 +193,59 @@ class Loans:
 
     def on_unmap(self, number: int) -> None:
         """UNMAP: the segment goes with the last view of it. It may never have been mapped, or not be read yet."""
-        if number not in self._borrowed:
-            self._connection.forsake(number)
-        self._borrowed.pop(number, None)
+        if number not in self._attached:
+            self._connection.detach(number)
+        self._attached.pop(number, None)
 
-    def borrow(self, number: int, offset: int, length: int) -> memoryview | RemoteBytes:
-        """Memory of the peer. Raises RemoteProtocolError if it has not offered that."""
+    def remote(self, number: int, offset: int, length: int) -> memoryview | RemoteBytes:
+        """Memory of the peer. Raises RemoteProtocolError if the peer has not exposed that."""
         if number == PROCESS and self._process is not None:
             if offset + length > MAX_ADDRESS:
-                raise RemoteProtocolError(f"a peer lent {length} bytes at {offset:#x} of its process")
+                raise RemoteProtocolError(f"a peer exposed {length} bytes at {offset:#x} of its process")
             return RemoteBytes(self._process, offset, length)
-        segment = self._borrowed.get(number)
+        segment = self._attached.get(number)
         if segment is None:
-            raise RemoteProtocolError(f"a peer lent of segment {number}, which is not mapped here")
+            raise RemoteProtocolError(f"a peer exposed a part of segment {number}, which is not mapped here")
         if offset > segment.size or length > segment.size - offset:
-            raise RemoteProtocolError(f"a peer lent {length} bytes at {offset} of a segment of {segment.size}")
+            raise RemoteProtocolError(f"a peer exposed {length} bytes at {offset} of a segment of {segment.size}")
         return segment.view[offset : offset + length]
 
     def copy(self, stream: Stream, source: memoryview | RemoteBytes, done: Callable[[bool], None]) -> None:
-        """Have a lent message copied by and by; `done(copied)` is called then, unless nobody wants it by then."""
-        self.copies.append(Borrowing(stream, source, done))
+        """Have an exposed message copied by and by; `done(copied)` follows unless the stream is abandoned first."""
+        self.copies.append(PendingCopy(stream, source, done))
 
     def advance(self) -> None:
-        """Copy COPY_BYTES of what was lent, in turns."""
+        """Copy COPY_BYTES of exposed messages, in turns."""
         left = COPY_BYTES
         copies = self.copies
         while copies and left > 0:
-            borrowing = copies.popleft()
-            copied = borrowing.advance(min(left, COPY_BYTES // 2))
+            pending = copies.popleft()
+            copied = pending.advance(min(left, COPY_BYTES // 2))
             if copied:
                 left -= copied
-                copies.append(borrowing)
+                copies.append(pending)
 
     def close(self) -> None:
         """The connection has ended."""
         self.copies.clear()
-        self._borrowed.clear()
-        self._lent.clear()
+        self._attached.clear()
+        self._exposed.clear()
         self._process = None
 
 
 def place_of(
-    payload: memoryview, arrays: SharedArrays, own: OwnMemory | None, maps: Callable[[int], bool]
+    payload: memoryview, arrays: SharedArrays, own: OwnMemory | None, peers: Sequence[ZeroCopy]
 ) -> tuple[int, int] | None:
-    """Segment and offset of a payload that others can read, else None; `maps(segment)`: whether they have it."""
+    """Segment and offset of a payload that all `peers` can read, else None. The segment is offered to those without."""
     address = address_of(payload)
     found = arrays.find(address, len(payload))
-    if found is not None and maps(found[0]):
+    if found is not None and _all_read(peers, found[0]):
         return found
-    if own is not None and maps(PROCESS) and own.lendable(address, len(payload)):
+    if own is not None and _all_read(peers, PROCESS) and own.readable(address, len(payload)):
         return PROCESS, address
     return None
+
+
+def _all_read(peers: Sequence[ZeroCopy], number: int) -> bool:
+    """Whether all `peers` can read a segment. Each is asked, also behind one that cannot."""
+    return not [peer for peer in peers if not peer.exposed(number)]

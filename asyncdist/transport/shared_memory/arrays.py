@@ -2,7 +2,7 @@
 
 Arrays lie in *arenas*, each a segment of its own: large ones alone, smaller ones together. An arena goes when nothing
 of it is in use any more, except for one that is kept for the next array. Peers map an arena when something in it is
-first lent to them, and are told when it goes.
+first exposed to them, and are told when it goes.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class SharedArrays:
         raise LookupError(f"no array lies in a segment {number}")
 
     def close(self) -> None:
-        """Give all descriptors back and lend nothing any more. Idempotent."""
+        """Give all descriptors back and expose nothing any more. Idempotent."""
         for arena in self._arenas:
             arena.segment.close()
         self._arenas.clear()

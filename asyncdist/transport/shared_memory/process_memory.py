@@ -155,7 +155,7 @@ class OwnMemory:
         self._here = (_Span * 1)(_Span(ctypes.addressof(found), 2))
         self._ends = (_Span * 2)(_Span(0, 1), _Span(0, 1))
 
-    def lendable(self, address: int, nbytes: int) -> bool:
+    def readable(self, address: int, nbytes: int) -> bool:
         """Whether others could read that, going by its ends: memory of a device, which is mapped whole, nobody can."""
         self._ends[0].address, self._ends[1].address = address, address + nbytes - 1
         return _readv(os.getpid(), self._here, 1, self._ends, 2, 0) == 2

@@ -15,7 +15,7 @@ Descriptors of segments are passed in parcels, beside a stream between two ranks
 | READY | | your SETUP is in place here |
 | REFUSAL | | let us not; nothing but the stream follows |
 | SEGMENT | segment | from now on `number` names a segment of `size` bytes in what the sender refers to |
-| ARENA | segment | the same, of arrays: what lies in it may be lent once the peer says MAPPED |
+| ARENA | segment | the same, of arrays: what lies in it may be exposed once the peer says MAPPED |
 
 Both sides open with SETUP or REFUSAL. Who has said SETUP and hears it answers READY, or REFUSAL if the descriptors did
 not arrive or cannot be mapped; memory is shared if both said READY.

@@ -89,14 +89,14 @@ async def test_an_arena_that_is_gone_before_it_was_mapped_is_not_kept() -> None:
     async with world(2, "shm") as made:
         one, other = made.ranks
         memory, connection = await meet(one, other)
-        loans = memory.connections[1].loans
+        zero_copy = memory.connections[1].zero_copy
         for _ in range(3):
             array = memory.arrays.empty((ARENA_BYTES + 1,), np.dtype(np.uint8))
             assert array is not None
-            assert loans.lend(memoryview(array)) is None
+            assert zero_copy.expose(memoryview(array)) is None
             del array
             memory.arrays._reclaim()
             connection._poll()
-            assert not connection.loans._borrowed
+            assert not connection.zero_copy._attached
         one.send(1, b"after that", tag=1)
         assert await received(other.receive(0, tag=1)) == b"after that"

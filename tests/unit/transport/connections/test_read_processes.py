@@ -33,7 +33,7 @@ async def test_they_read_each_other() -> None:
         one, other = made.ranks
         ends = await meet(one, other)
         for end in ends:
-            await eventually(lambda end=end: end.loans.reads and end.loans.maps(PROCESS))
+            await eventually(lambda end=end: end.zero_copy.reads and end.zero_copy.exposed(PROCESS))
             assert end.peer_process == os.getpid()
         before = [end.bytes_sent for end in ends]
         there, back = one.send(1, LONG, tag=1), other.send(0, LONG, tag=2)
@@ -61,7 +61,7 @@ async def test_where_it_is_off_they_travel() -> None:
         one.send(1, LONG, tag=1)
         assert await received(other.receive(0, tag=1)) == LONG
         assert ends[0].bytes_sent - before > len(LONG)
-        assert not any(end.loans.reads for end in ends)
+        assert not any(end.zero_copy.reads for end in ends)
 
 
 async def test_processes_of_another_user_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,22 +71,22 @@ async def test_processes_of_another_user_are_not_read(monkeypatch: pytest.Monkey
         ends = await meet(*made.ranks)
         with pytest.raises(PermissionError, match="another user"):
             ends[0].peer_process  # noqa: B018
-        assert not any(end.loans.reads for end in ends)
+        assert not any(end.zero_copy.reads for end in ends)
 
 
 async def test_a_rank_that_goes_while_it_is_read() -> None:
     async with world(2, "shm") as made:
         one, other = made.ranks
         ends = await meet(one, other)
-        await eventually(lambda: ends[0].loans.maps(PROCESS))
+        await eventually(lambda: ends[0].zero_copy.exposed(PROCESS))
         sent, got = one.send(1, LONG, tag=1), other.receive(0, tag=1)
-        while not ends[1].loans.copies:  # which takes several turns of the loop, and not much time
+        while not ends[1].zero_copy.copies:  # which takes several turns of the loop, and not much time
             assert not got.done()
             await asyncio.sleep(0)
         one.mesh.abort()
         with pytest.raises(PeerLostError):
             await received(got)
         assert sent.done()
-        assert not ends[1].loans.copies
+        assert not ends[1].zero_copy.copies
         with pytest.raises(OSError, match="not connected"):
             ends[0].peer_process  # noqa: B018

@@ -11,10 +11,10 @@ from unittest import mock
 
 import message_states
 import pytest
-from lending_pair import LendingPair, post
 from message_states import RECEIVE_TRANSITIONS, SEND_TRANSITIONS
-from small_limits import EAGER, LEND, OFFERS, small_limits
+from small_limits import EAGER, EXPOSE, OFFERS, small_limits
 from transport_pair import Pair, Recorder, collective, p2p, receive, send
+from zero_copy_pair import ZeroCopyPair, post
 
 from asyncdist.errors import PeerLostError
 from asyncdist.transport.protocol import receiver, sender
@@ -29,7 +29,7 @@ from asyncdist.transport.protocol.operations import (
 from asyncdist.transport.shared_memory.process_memory import RemoteBytes, Unreadable
 
 MIB = 1 << 20
-LONG = 4 * LEND
+LONG = 4 * EXPOSE
 LOST = PeerLostError("rank 1 is lost", 1)
 STATES = {"send": (SendOp, SendState), "receive": (Receive, ReceiveState), "stream": (Stream, StreamState)}
 
@@ -215,9 +215,9 @@ def dropped_while_held() -> None:
     pair.drop_group(0)
 
 
-def lending(key: bytes = p2p(1), *, early: bool = False, hold: bool = False) -> LendingPair:
+def lending(key: bytes = p2p(1), *, early: bool = False, hold: bool = False) -> ZeroCopyPair:
     """A send whose payload the receiver copies."""
-    pair = LendingPair()
+    pair = ZeroCopyPair()
     data = pair.sides[0].array(LONG)
     pair.mapped(data)
     if hold:
@@ -233,35 +233,35 @@ def lending(key: bytes = p2p(1), *, early: bool = False, hold: bool = False) -> 
     return pair
 
 
-@shows("send: OFFERED LENT SENT", "stream: TRAVELS COPYING COPIED", "receive: STREAMING RECEIVED")
+@shows("send: OFFERED EXPOSED SENT", "stream: TRAVELS COPYING COPIED", "receive: STREAMING RECEIVED")
 def lent() -> None:
     lending().run()
 
 
-@shows("send: POSTED LENT SENT")
+@shows("send: POSTED EXPOSED SENT")
 def lent_to_an_early_pull() -> None:
     lending(collective(1), early=True).run()
 
 
-@shows("send: HELD LENT SENT")
+@shows("send: HELD EXPOSED SENT")
 def held_and_lent() -> None:
     lending(collective(1), hold=True).run()
 
 
-@shows("send: LENT FAILED")
+@shows("send: EXPOSED FAILED")
 def lost_while_lent() -> None:
     lending().a.fail(LOST)
 
 
-@shows("send: LENT DROPPED")
+@shows("send: EXPOSED DROPPED")
 def dropped_while_lent() -> None:
     lending().drop_group(0)
 
 
-@shows("send: LENT STREAMING SENT", "stream: COPYING REFUSED")
+@shows("send: EXPOSED STREAMING SENT", "stream: COPYING REFUSED")
 def lent_and_unreadable() -> None:
     with mock.patch.object(RemoteBytes, "read", side_effect=Unreadable("no", gone=False)):
-        pair = LendingPair(reading=(0, 1))
+        pair = ZeroCopyPair(reading=(0, 1))
         pair.run()
         receive(pair.b, Recorder(), p2p(1), LONG)
         post(pair.a, Recorder(), p2p(1), memoryview(bytearray(LONG)))

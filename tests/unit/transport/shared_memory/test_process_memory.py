@@ -231,10 +231,10 @@ def test_a_page_that_cannot_be_read(own: OwnMemory, memory: ProcessMemory, page:
     mapping = Mapping()
     mapping.protect(page, 0)
     assert not unreadable(memory, mapping.source, mapping.nbytes)
-    assert own.lendable(mapping.source, mapping.nbytes) is (page == 1)
+    assert own.readable(mapping.source, mapping.nbytes) is (page == 1)
     mapping.protect(page, mmap.PROT_READ)
     assert read(memory, mapping.source, mapping.nbytes) == mapping.content
-    assert own.lendable(mapping.source, mapping.nbytes)
+    assert own.readable(mapping.source, mapping.nbytes)
 
 
 def test_memory_that_the_kernel_reads_for_nobody(own: OwnMemory, memory: ProcessMemory) -> None:
@@ -245,7 +245,7 @@ def test_memory_that_the_kernel_reads_for_nobody(own: OwnMemory, memory: Process
         pytest.skip("this kernel maps no [vvar]")
     address = int(found[0].partition("-")[0], 16)
     assert not unreadable(memory, address, 8)
-    assert not own.lendable(address, 8)
+    assert not own.readable(address, 8)
 
 
 HOSTILE = [0, 1, PAGE - 1, 1 << 47, (1 << 63) - 1, 1 << 63, (1 << 64) - PAGE, (1 << 64) - 1, 1 << 64, (1 << 70) + 5, -1]
@@ -255,7 +255,7 @@ HOSTILE = [0, 1, PAGE - 1, 1 << 47, (1 << 63) - 1, 1 << 63, (1 << 64) - PAGE, (1
 @pytest.mark.parametrize("nbytes", [1, 16, 4096])
 def test_addresses_of_a_hostile_peer(own: OwnMemory, memory: ProcessMemory, address: int, nbytes: int) -> None:
     assert not unreadable(memory, address, nbytes)
-    assert not own.lendable(address, nbytes)
+    assert not own.readable(address, nbytes)
     with pytest.raises(OSError, match=os.strerror(errno.EFAULT)):
         ProcessMemory(os.getpid(), Token(address, own.token.octets))
 
@@ -315,7 +315,7 @@ def test_a_system_without_the_call(own: OwnMemory, memory: ProcessMemory, monkey
     monkeypatch.setattr(process_memory, "_readv", process_memory._missing)
     with pytest.raises(OSError, match=os.strerror(errno.ENOSYS)):
         ProcessMemory(os.getpid(), own.token)
-    assert not own.lendable(address_of(DATA), len(DATA))
+    assert not own.readable(address_of(DATA), len(DATA))
     assert not unreadable(memory, address_of(DATA))
 
 
@@ -351,7 +351,7 @@ def test_others_are_permitted_to_read_where_they_would_not_be(monkeypatch: pytes
 
 def test_the_system_is_asked_without_harm() -> None:
     permit_reading()
-    assert OwnMemory().lendable(ctypes.addressof(ctypes.create_string_buffer(8)), 8)
+    assert OwnMemory().readable(ctypes.addressof(ctypes.create_string_buffer(8)), 8)
 
 
 @pytest.mark.parametrize(("text", "word"), [("", "auto"), (" OFF ", "off"), ("permit", "permit")])

@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lending_pair import LARGE, LendingPair, post
 from transport_pair import Pair, Recorder, collective, p2p, receive, send
+from zero_copy_pair import LARGE, ZeroCopyPair, post
 
 from asyncdist.errors import CollectiveTimeoutError, GroupAbortedError, PeerLostError, RemoteProtocolError
 from asyncdist.transport.protocol.frame import (
-    LEND_BYTES,
+    ZERO_COPY_BYTES,
     Flag,
     Kind,
+    pack_exposed,
     pack_fragment,
     pack_header,
-    pack_lent,
     pack_memory,
 )
 from asyncdist.transport.protocol.zero_copy import COPY_BYTES, MAX_ADDRESS, READ_BYTES
@@ -30,8 +30,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is share
 
 
 @pytest.fixture
-def pair() -> Iterator[LendingPair]:
-    made = LendingPair(reading=(0, 1))
+def pair() -> Iterator[ZeroCopyPair]:
+    made = ZeroCopyPair(reading=(0, 1))
     made.run()
     yield made
     made.close()
@@ -42,7 +42,7 @@ def ordinary(nbytes: int = LARGE) -> memoryview:
     return memoryview(np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8))
 
 
-def moved(pair: LendingPair, data: memoryview) -> int:
+def moved(pair: ZeroCopyPair, data: memoryview) -> int:
     """Send that from `a` to `b`; how many bytes went over the wire."""
     sink, before = Recorder(), sum(pair.ab.written)
     receive(pair.b, sink, p2p(1), len(data), "got")
@@ -54,14 +54,14 @@ def moved(pair: LendingPair, data: memoryview) -> int:
     return sum(pair.ab.written) - before
 
 
-def idle(pair: LendingPair) -> bool:
+def idle(pair: ZeroCopyPair) -> bool:
     return pair.a.statistics()["streams_out"] == pair.b.statistics()["streams_in"] == 0
 
 
 class TestAgreeing:
     @pytest.mark.parametrize("key", [p2p(1), collective(1)])
     @pytest.mark.parametrize("receive_first", [True, False])
-    def test_a_long_message_is_read(self, pair: LendingPair, key: bytes, receive_first: bool) -> None:
+    def test_a_long_message_is_read(self, pair: ZeroCopyPair, key: bytes, receive_first: bool) -> None:
         sink, data, before = Recorder(), ordinary(), sum(pair.ab.written)
         for receives in (receive_first, not receive_first):
             if receives:
@@ -76,71 +76,71 @@ class TestAgreeing:
         assert idle(pair)
 
     @pytest.mark.parametrize(("length", "read"), [(READ_BYTES, True), (READ_BYTES - 1, False)])
-    def test_shorter_ones_travel(self, pair: LendingPair, length: int, read: bool) -> None:
+    def test_shorter_ones_travel(self, pair: ZeroCopyPair, length: int, read: bool) -> None:
         assert (moved(pair, ordinary(length)) < 1000) is read
 
-    def test_what_lies_in_a_segment_is_copied_there(self, pair: LendingPair) -> None:
-        data = pair.sides[0].array(LEND_BYTES)
+    def test_what_lies_in_a_segment_is_copied_there(self, pair: ZeroCopyPair) -> None:
+        data = pair.sides[0].array(ZERO_COPY_BYTES)
         pair.mapped(data)
         assert moved(pair, data) < 1000
-        place = pair.sides[0].loans.lend(data)
+        place = pair.sides[0].zero_copy.expose(data)
         assert place is not None
         assert place[0] != PROCESS
 
-    def test_until_a_segment_is_mapped_its_process_is_read(self, pair: LendingPair) -> None:
+    def test_until_a_segment_is_mapped_its_process_is_read(self, pair: ZeroCopyPair) -> None:
         data = pair.sides[0].array(LARGE)
         assert moved(pair, data) < 1000
 
     @pytest.mark.parametrize("reading", [(), (0,), (1,)])
     def test_both_must_allow_it(self, reading: tuple[int, ...]) -> None:
-        pair = LendingPair(reading=reading)
+        pair = ZeroCopyPair(reading=reading)
         pair.run()
-        assert not any(side.loans.reads for side in pair.sides)
+        assert not any(side.zero_copy.reads for side in pair.sides)
         assert moved(pair, ordinary()) > LARGE
         pair.close()
 
     def test_memory_that_cannot_be_read_is_said_nothing_to(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(process_memory, "_readv", process_memory._missing)
-            pair = LendingPair(reading=(0, 1))
+            pair = ZeroCopyPair(reading=(0, 1))
             pair.run()
-        assert not any(side.loans.reads or side.loans.maps(PROCESS) for side in pair.sides)
+        assert not any(side.zero_copy.reads or side.zero_copy.exposed(PROCESS) for side in pair.sides)
         assert moved(pair, ordinary()) > LARGE
         pair.close()
 
     def test_memory_that_the_kernel_reads_for_nobody_is_not_lent(
-        self, pair: LendingPair, monkeypatch: pytest.MonkeyPatch
+        self, pair: ZeroCopyPair, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(OwnMemory, "lendable", lambda *_place: False)
+        monkeypatch.setattr(OwnMemory, "readable", lambda *_place: False)
         assert moved(pair, ordinary()) > LARGE
-        assert pair.sides[0].loans.maps(PROCESS), "other memory still is"
+        assert pair.sides[0].zero_copy.exposed(PROCESS), "other memory still is"
 
     def test_it_is_known_before_what_is_posted_to_an_open_connection(self) -> None:
-        pair = LendingPair(reading=(0, 1))
+        pair = ZeroCopyPair(reading=(0, 1))
         sink = Recorder()
         receive(pair.b, sink, p2p(1), 1, "got")
         post(pair.a, sink, p2p(1), memoryview(b"x"), "sent")
         while "got" not in sink.received:
             pair.ab.deliver(limit=1)
-        assert pair.sides[1].loans.reads
+        assert pair.sides[1].zero_copy.reads
         pair.close()
 
-    def test_nothing_is_lent_once_the_connection_is_closed(self, pair: LendingPair) -> None:
-        loans = pair.sides[1].loans
-        loans.close()
-        assert not loans.reads
+    def test_nothing_is_lent_once_the_connection_is_closed(self, pair: ZeroCopyPair) -> None:
+        zero_copy = pair.sides[1].zero_copy
+        zero_copy.close()
+        assert not zero_copy.reads
         with pytest.raises(RemoteProtocolError, match="not mapped"):
-            loans.borrow(PROCESS, 0, 1)
+            zero_copy.remote(PROCESS, 0, 1)
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_both_directions_at_once(seed: int) -> None:
     rng = random.Random(seed)
-    pair = LendingPair(rng, reading=(0, 1))
+    pair = ZeroCopyPair(rng, reading=(0, 1))
     sink, cores, sent = Recorder(), (pair.a, pair.b), {}
     for token in range(8):
         side = rng.randrange(2)
-        data = ordinary(rng.choice((10, LEND_BYTES, READ_BYTES, LARGE)))
+        data = ordinary(rng.choice((10, ZERO_COPY_BYTES, READ_BYTES, LARGE)))
         if rng.random() < 0.3:
             data = pair.sides[side].array(LARGE)
         key = rng.choice((p2p, collective))(token)
@@ -160,7 +160,7 @@ def test_both_directions_at_once(seed: int) -> None:
     pair.close()
 
 
-def break_reading(pair: LendingPair, side: int) -> None:
+def break_reading(pair: ZeroCopyPair, side: int) -> None:
     """Nothing of that side can be read from now on."""
     own = pair.sides[side].own
     assert own is not None
@@ -186,19 +186,19 @@ class TestUnreadable:
 
         return fail_after
 
-    def test_it_travels(self, pair: LendingPair) -> None:
+    def test_it_travels(self, pair: ZeroCopyPair) -> None:
         break_reading(pair, 0)
         data = ordinary()
         assert moved(pair, data) > LARGE
-        assert not pair.sides[0].loans.maps(PROCESS), "once is enough"
+        assert not pair.sides[0].zero_copy.exposed(PROCESS), "once is enough"
         assert moved(pair, data) > LARGE
 
     @pytest.mark.parametrize("beyond", [0, 1, COPY_BYTES, LARGE - 1000])
-    def test_so_does_what_could_be_read_in_part(self, pair: LendingPair, failing: Any, beyond: int) -> None:
+    def test_so_does_what_could_be_read_in_part(self, pair: ZeroCopyPair, failing: Any, beyond: int) -> None:
         failing(beyond)
         assert moved(pair, ordinary()) > LARGE
 
-    def test_the_other_direction_goes_on(self, pair: LendingPair) -> None:
+    def test_the_other_direction_goes_on(self, pair: ZeroCopyPair) -> None:
         break_reading(pair, 0)
         sink, data, before = Recorder(), ordinary(), sum(pair.ba.written)
         moved(pair, data)
@@ -208,7 +208,7 @@ class TestUnreadable:
         assert sink.arrays["got"] == data
         assert sum(pair.ba.written) - before < 1000
 
-    def test_several_at_once(self, pair: LendingPair, failing: Any) -> None:
+    def test_several_at_once(self, pair: ZeroCopyPair, failing: Any) -> None:
         failing(COPY_BYTES)
         sink, data = Recorder(), [ordinary(LARGE + index) for index in range(3)]
         for index, each in enumerate(data):
@@ -218,7 +218,7 @@ class TestUnreadable:
         assert [sink.arrays[index] for index in range(3)] == data
         assert idle(pair)
 
-    def returned(self, pair: LendingPair, sink: Recorder) -> Any:
+    def returned(self, pair: ZeroCopyPair, sink: Recorder) -> Any:
         """A message from a to b that b could not read and has said so, but a has not heard it yet."""
         break_reading(pair, 0)
         receive(pair.b, sink, p2p(1), LARGE, "got")
@@ -229,7 +229,7 @@ class TestUnreadable:
         assert pair.ba.bytes
         return op
 
-    def test_a_sender_drops_it_meanwhile(self, pair: LendingPair) -> None:
+    def test_a_sender_drops_it_meanwhile(self, pair: ZeroCopyPair) -> None:
         """Its memory may have gone since, which says nothing about other memory."""
         sink = Recorder()
         self.returned(pair, sink)
@@ -238,18 +238,18 @@ class TestUnreadable:
         assert sink.order == ["got"]
         assert isinstance(sink.failed["got"], GroupAbortedError)
         assert idle(pair)
-        assert pair.sides[0].loans.maps(PROCESS)
+        assert pair.sides[0].zero_copy.exposed(PROCESS)
 
-    def test_a_sender_gives_it_up_meanwhile(self, pair: LendingPair) -> None:
+    def test_a_sender_gives_it_up_meanwhile(self, pair: ZeroCopyPair) -> None:
         sink = Recorder()
         pair.a.give_up(self.returned(pair, sink))
         pair.run()
         assert sink.order == ["got"]
         assert isinstance(sink.failed["got"], CollectiveTimeoutError)
         assert idle(pair)
-        assert pair.sides[0].loans.maps(PROCESS)
+        assert pair.sides[0].zero_copy.exposed(PROCESS)
 
-    def test_a_receiver_drops_it_meanwhile(self, pair: LendingPair) -> None:
+    def test_a_receiver_drops_it_meanwhile(self, pair: ZeroCopyPair) -> None:
         sink = Recorder()
         self.returned(pair, sink)
         pair.drop_group(1)
@@ -260,7 +260,7 @@ class TestUnreadable:
         assert idle(pair)
 
     @pytest.mark.parametrize("rank", [0, 1])
-    def test_either_drops_it_while_it_travels(self, pair: LendingPair, rank: int) -> None:
+    def test_either_drops_it_while_it_travels(self, pair: ZeroCopyPair, rank: int) -> None:
         sink = Recorder()
         self.returned(pair, sink)
         pair.ab.capacity = 1 << 20
@@ -276,7 +276,7 @@ class TestUnreadable:
         assert idle(pair)
 
     @pytest.mark.parametrize("heard", [False, True])
-    def test_the_connection_is_lost_meanwhile(self, pair: LendingPair, heard: bool) -> None:
+    def test_the_connection_is_lost_meanwhile(self, pair: ZeroCopyPair, heard: bool) -> None:
         sink = Recorder()
         self.returned(pair, sink)
         if heard:
@@ -287,7 +287,7 @@ class TestUnreadable:
         pair.b.fail(error)
         assert sink.failed == {"sent": error, "got": error}
 
-    def test_goodbye_waits_for_it(self, pair: LendingPair) -> None:
+    def test_goodbye_waits_for_it(self, pair: ZeroCopyPair) -> None:
         sink = Recorder()
         self.returned(pair, sink)
         pair.a.goodbye()
@@ -297,7 +297,7 @@ class TestUnreadable:
         assert pair.b.left
 
 
-def start(pair: LendingPair, sink: Recorder) -> memoryview:
+def start(pair: ZeroCopyPair, sink: Recorder) -> memoryview:
     """A message from a to b of which a part is read."""
     data = ordinary()
     receive(pair.b, sink, p2p(1), LARGE, "got")
@@ -312,7 +312,7 @@ def start(pair: LendingPair, sink: Recorder) -> memoryview:
 class TestEnds:
     """It is given up while it is read."""
 
-    def test_a_receiver_that_drops_it_writes_nothing_any_more(self, pair: LendingPair) -> None:
+    def test_a_receiver_that_drops_it_writes_nothing_any_more(self, pair: ZeroCopyPair) -> None:
         sink = Recorder()
         start(pair, sink)
         pair.drop_group(1)
@@ -323,11 +323,11 @@ class TestEnds:
         assert idle(pair)
 
     @pytest.mark.parametrize("all_is_read", [False, True])
-    def test_a_sender_that_drops_it_fails_the_receiver(self, pair: LendingPair, all_is_read: bool) -> None:
+    def test_a_sender_that_drops_it_fails_the_receiver(self, pair: ZeroCopyPair, all_is_read: bool) -> None:
         sink = Recorder()
         data = start(pair, sink)
-        while all_is_read and pair.sides[1].loans.copies:
-            pair.sides[1].loans.advance()
+        while all_is_read and pair.sides[1].zero_copy.copies:
+            pair.sides[1].zero_copy.advance()
         pair.drop_group(0)
         data[:] = bytes(LARGE)  # its owner may
         pair.run()
@@ -335,7 +335,7 @@ class TestEnds:
         assert sink.order == ["got"]
         assert idle(pair)
 
-    def test_loss_fails_both_ends(self, pair: LendingPair) -> None:
+    def test_loss_fails_both_ends(self, pair: ZeroCopyPair) -> None:
         sink = Recorder()
         start(pair, sink)
         error = PeerLostError("gone", 1)
@@ -350,11 +350,11 @@ class TestEnds:
 class TestHostile:
     """`b` is the victim; `a` writes what it likes."""
 
-    def feed(self, pair: LendingPair, frame: bytes) -> None:
+    def feed(self, pair: ZeroCopyPair, frame: bytes) -> None:
         pair.ab.bytes += frame
         pair.ab.deliver()
 
-    def test_it_says_where_its_memory_is_twice(self, pair: LendingPair) -> None:
+    def test_it_says_where_its_memory_is_twice(self, pair: ZeroCopyPair) -> None:
         own = pair.sides[0].own
         assert own is not None
         with pytest.raises(RemoteProtocolError, match="twice"):
@@ -362,7 +362,7 @@ class TestHostile:
 
     @pytest.mark.parametrize("reading", [(), (1,)])
     def test_nor_may_it_guess_until_there_is_something(self, reading: tuple[int, ...]) -> None:
-        pair = LendingPair(reading=reading)
+        pair = ZeroCopyPair(reading=reading)
         pair.run()
         self.feed(pair, pack_memory(0, bytes(16)))
         with pytest.raises(RemoteProtocolError, match="twice"):
@@ -371,85 +371,85 @@ class TestHostile:
 
     @pytest.mark.parametrize("address", [0, 1, 1 << 47, MAX_ADDRESS, (1 << 64) - 1])
     def test_its_token_lies_anywhere(self, address: int) -> None:
-        pair = LendingPair(reading=(1,))
+        pair = ZeroCopyPair(reading=(1,))
         pair.run()
         before = sum(pair.ba.written)
         self.feed(pair, pack_memory(address, bytes(16)))
-        assert not pair.sides[1].loans.reads
+        assert not pair.sides[1].zero_copy.reads
         assert sum(pair.ba.written) == before
         with pytest.raises(RemoteProtocolError, match="not mapped"):
             self.lend(pair, 0)
         pair.close()
 
-    def lend(self, pair: LendingPair, address: int, length: int = LARGE) -> Recorder:
+    def lend(self, pair: ZeroCopyPair, address: int, length: int = LARGE) -> Recorder:
         sink = Recorder()
         receive(pair.b, sink, collective(1), LARGE, "got")  # pulled early, as 1 << 31
-        self.feed(pair, pack_lent(1 << 31, PROCESS, address, length))
+        self.feed(pair, pack_exposed(1 << 31, PROCESS, address, length))
         return sink
 
     @pytest.mark.parametrize("reading", [(), (0,)])
     def test_it_lends_what_we_do_not_read(self, reading: tuple[int, ...]) -> None:
-        pair = LendingPair(reading=reading)
+        pair = ZeroCopyPair(reading=reading)
         pair.run()
         with pytest.raises(RemoteProtocolError, match="not mapped"):
             self.lend(pair, 0)
         pair.close()
 
     @pytest.mark.parametrize("address", [MAX_ADDRESS - LARGE + 1, MAX_ADDRESS, (1 << 64) - 1, (1 << 64) - LARGE])
-    def test_it_lends_where_no_process_has_memory(self, pair: LendingPair, address: int) -> None:
+    def test_it_lends_where_no_process_has_memory(self, pair: ZeroCopyPair, address: int) -> None:
         with pytest.raises(RemoteProtocolError, match="of its process"):
             self.lend(pair, address)
 
     @pytest.mark.parametrize("length", [LARGE - 1, LARGE + 1, (1 << 64) - 1])
-    def test_it_lends_more_or_less_than_it_should(self, pair: LendingPair, length: int) -> None:
+    def test_it_lends_more_or_less_than_it_should(self, pair: ZeroCopyPair, length: int) -> None:
         with pytest.raises(RemoteProtocolError, match="as message"):
             self.lend(pair, 0, length)
 
-    def test_no_item_is_longer_than_memory(self, pair: LendingPair) -> None:
+    def test_no_item_is_longer_than_memory(self, pair: ZeroCopyPair) -> None:
         """Its length is another rank's word."""
-        loans = pair.sides[1].loans
+        zero_copy = pair.sides[1].zero_copy
         for length in (1 << 63, (1 << 64) - 2):  # the first is one more than `len` can say
             with pytest.raises(RemoteProtocolError, match="of its process"):
-                loans.borrow(PROCESS, 0, length)
-        assert loans.borrow(PROCESS, 1, MAX_ADDRESS - 1).nbytes == MAX_ADDRESS - 1
+                zero_copy.remote(PROCESS, 0, length)
+        assert zero_copy.remote(PROCESS, 1, MAX_ADDRESS - 1).nbytes == MAX_ADDRESS - 1
 
     @pytest.mark.parametrize("address", [0, 1, 1 << 47, MAX_ADDRESS - LARGE])
-    def test_it_lends_what_is_not_there(self, pair: LendingPair, address: int) -> None:
+    def test_it_lends_what_is_not_there(self, pair: ZeroCopyPair, address: int) -> None:
         sink = self.lend(pair, address)
         pair.copy()
-        assert pair.ba.bytes[-48:] == pack_header(Kind.RETURNED, flags=Flag.ABORT, message_id=1 << 31)
+        assert pair.ba.bytes[-48:] == pack_header(Kind.RELEASED, flags=Flag.ABORT, message_id=1 << 31)
         assert sink.order == []
 
     @pytest.mark.parametrize(
         "frame",
         [
-            pack_lent(1 << 31, PROCESS, 0, LARGE),
+            pack_exposed(1 << 31, PROCESS, 0, LARGE),
             pack_fragment(1 << 31, 0, 0, flags=Flag.END),
             pack_fragment(1 << 31, 10, 10) + bytes(10),
         ],
     )
-    def test_what_must_travel_does(self, pair: LendingPair, frame: bytes) -> None:
+    def test_what_must_travel_does(self, pair: ZeroCopyPair, frame: bytes) -> None:
         self.lend(pair, 0)
         pair.copy()
         with pytest.raises(RemoteProtocolError):
             self.feed(pair, frame)
 
-    def test_it_says_that_what_it_was_not_lent_cannot_be_read(self, pair: LendingPair) -> None:
-        send(pair.b, Recorder(), p2p(1), bytes(LEND_BYTES), "sent")
+    def test_it_says_that_what_it_was_not_lent_cannot_be_read(self, pair: ZeroCopyPair) -> None:
+        send(pair.b, Recorder(), p2p(1), bytes(ZERO_COPY_BYTES), "sent")
         pair.ba.capacity = 0
         self.feed(pair, pack_header(Kind.PULL, message_id=1))
-        self.feed(pair, pack_header(Kind.RETURNED, flags=Flag.ABORT, message_id=99))
-        with pytest.raises(RemoteProtocolError, match="not lent"):
-            self.feed(pair, pack_header(Kind.RETURNED, flags=Flag.ABORT, message_id=1))
+        self.feed(pair, pack_header(Kind.RELEASED, flags=Flag.ABORT, message_id=99))
+        with pytest.raises(RemoteProtocolError, match="not exposed"):
+            self.feed(pair, pack_header(Kind.RELEASED, flags=Flag.ABORT, message_id=1))
 
-    def test_it_can_read_nothing_however_often_it_says_it_can(self, pair: LendingPair) -> None:
+    def test_it_can_read_nothing_however_often_it_says_it_can(self, pair: ZeroCopyPair) -> None:
         """Each message travels once."""
         for index in range(1, 5):
             self.feed(pair, pack_header(Kind.MAPPED, length=PROCESS))
             sink, data = Recorder(), ordinary()
-            assert pair.sides[1].loans.lend(data)
+            assert pair.sides[1].zero_copy.expose(data)
             post(pair.b, sink, p2p(1), data, "sent")
-            unread = pack_header(Kind.RETURNED, flags=Flag.ABORT, message_id=index)
+            unread = pack_header(Kind.RELEASED, flags=Flag.ABORT, message_id=index)
             self.feed(pair, pack_header(Kind.PULL, message_id=index) + unread)
             while pair.ba.armed:
                 pair.ba.armed = not pair.b.flush()
@@ -458,23 +458,23 @@ class TestHostile:
             pair.ba.bytes.clear()
             self.feed(pair, unread)  # of a message that has ended
 
-    def test_it_says_so_again_of_one_that_travels(self, pair: LendingPair) -> None:
+    def test_it_says_so_again_of_one_that_travels(self, pair: ZeroCopyPair) -> None:
         send(pair.b, Recorder(), p2p(1), ordinary(), "sent")  # type: ignore[arg-type]
         pair.ba.capacity = 0
-        unread = pack_header(Kind.RETURNED, flags=Flag.ABORT, message_id=1)
+        unread = pack_header(Kind.RELEASED, flags=Flag.ABORT, message_id=1)
         self.feed(pair, pack_header(Kind.PULL, message_id=1) + unread)
-        with pytest.raises(RemoteProtocolError, match="not lent"):
+        with pytest.raises(RemoteProtocolError, match="not exposed"):
             self.feed(pair, unread)
 
-    def test_kinds_there_are_not(self, pair: LendingPair) -> None:
+    def test_kinds_there_are_not(self, pair: ZeroCopyPair) -> None:
         with pytest.raises(RemoteProtocolError, match=f"unknown kind {Kind.WITHDRAW + 1}"):
             self.feed(pair, pack_header(Kind.WITHDRAW + 1))
 
-    @pytest.mark.parametrize("kind", [Kind.LENT, Kind.RETURNED, Kind.MAPPED, Kind.UNMAP, Kind.MEMORY])
-    def test_none_has_meta(self, pair: LendingPair, kind: int) -> None:
+    @pytest.mark.parametrize("kind", [Kind.EXPOSED, Kind.RELEASED, Kind.MAPPED, Kind.UNMAP, Kind.MEMORY])
+    def test_none_has_meta(self, pair: ZeroCopyPair, kind: int) -> None:
         with pytest.raises(RemoteProtocolError, match="meta"):
             self.feed(pair, pack_header(kind, meta_bytes=1))
 
-    def test_it_takes_back_what_is_no_segment(self, pair: LendingPair) -> None:
+    def test_it_takes_back_what_is_no_segment(self, pair: ZeroCopyPair) -> None:
         self.feed(pair, pack_header(Kind.UNMAP, length=PROCESS))
-        assert pair.sides[1].loans.reads
+        assert pair.sides[1].zero_copy.reads

@@ -12,7 +12,7 @@ from transport_pair import Pair, Recorder, send
 
 from asyncdist.transport.fork import SocketSet
 from asyncdist.transport.protocol.peer import PeerCore
-from asyncdist.transport.protocol.zero_copy import COPY_BYTES, Loans
+from asyncdist.transport.protocol.zero_copy import COPY_BYTES, ZeroCopy
 from asyncdist.transport.shared_memory.arrays import SharedArrays
 from asyncdist.transport.shared_memory.process_memory import OwnMemory
 from asyncdist.transport.shared_memory.segment import ARENA, Parcel
@@ -27,7 +27,7 @@ class FakeLoop:
 
 
 class Side:
-    """One end: its arrays, and what a ShmConnection does for its loans. Both are of one process."""
+    """One end: its arrays, and what a ShmConnection does for its zero_copy. Both are of one process."""
 
     peer_process = os.getpid()
 
@@ -38,19 +38,19 @@ class Side:
         self.forsaken: list[int] = []
         loop: Any = FakeLoop()
         numbers = iter(range(1, 1 << 30))
-        self.arrays = SharedArrays(loop, FDS, lambda: next(numbers), lambda number: self.loans.gone(number))
+        self.arrays = SharedArrays(loop, FDS, lambda: next(numbers), lambda number: self.zero_copy.release(number))
         self.own = own
-        self.loans = Loans(self, self.arrays, own)
+        self.zero_copy = ZeroCopy(self, self.arrays, own)
 
     def offer(self, number: int) -> None:
         segment = self.arrays.segment(number)
         fds = () if self.other.deaf else (os.dup(segment.fd),)
-        self.other.loans.attach(Parcel(ARENA, number, segment.size, fds))
+        self.other.zero_copy.attach(Parcel(ARENA, number, segment.size, fds))
 
     def tell(self, frame: bytes) -> None:
         self.core.send_frame(frame)
 
-    def forsake(self, number: int) -> None:
+    def detach(self, number: int) -> None:
         self.forsaken.append(number)
 
     def array(self, nbytes: int) -> memoryview:
@@ -60,7 +60,7 @@ class Side:
         return made.data
 
 
-class LendingPair(Pair):
+class ZeroCopyPair(Pair):
     """Two cores whose arrays the other can map. Those of `reading` let their process be read, and read."""
 
     def __init__(self, rng: random.Random | None = None, reading: Sequence[int] = ()) -> None:
@@ -69,17 +69,17 @@ class LendingPair(Pair):
         self.sides = Side(self.a, own_a), Side(self.b, own_b)
         self.sides[0].other, self.sides[1].other = self.sides[1], self.sides[0]
         for wire, side in zip((self.ab, self.ba), self.sides, strict=True):
-            wire.source.open(wire._write, wire._arm, side.loans)
+            wire.source.open(wire._write, wire._arm, side.zero_copy)
         for side in self.sides:
-            side.loans.open()
+            side.zero_copy.open()
 
     def copy(self) -> bool:
         """One turn of copying on both sides."""
         busy = False
         for side in self.sides:
-            if side.loans.copies:
+            if side.zero_copy.copies:
                 busy = True
-                side.loans.advance()
+                side.zero_copy.advance()
                 side.core.kick()
         return busy
 
@@ -92,13 +92,13 @@ class LendingPair(Pair):
 
     def mapped(self, array: memoryview) -> None:
         """Have the peer of `a` map where `array` is."""
-        assert self.sides[0].loans.lend(array) is None
+        assert self.sides[0].zero_copy.expose(array) is None
         self.run()
-        assert self.sides[0].loans.lend(array) is not None
+        assert self.sides[0].zero_copy.expose(array) is not None
 
     def close(self) -> None:
         for side in self.sides:
-            side.loans.close()
+            side.zero_copy.close()
             side.arrays.close()
 
 

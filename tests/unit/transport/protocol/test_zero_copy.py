@@ -8,19 +8,19 @@ import sys
 from typing import Any
 
 import pytest
-from lending_pair import FDS, LARGE, LendingPair, post
 from transport_pair import Pair, Recorder, collective, p2p, receive, send
+from zero_copy_pair import FDS, LARGE, ZeroCopyPair, post
 
 from asyncdist.errors import CollectiveTimeoutError, GroupAbortedError, PeerLostError, RemoteProtocolError
 from asyncdist.transport.protocol.frame import (
-    LEND_BYTES,
+    ZERO_COPY_BYTES,
     Flag,
     Kind,
+    pack_exposed,
     pack_fragment,
     pack_header,
-    pack_lent,
 )
-from asyncdist.transport.protocol.zero_copy import MAX_BORROWED
+from asyncdist.transport.protocol.zero_copy import MAX_ATTACHED
 from asyncdist.transport.shared_memory.arrays import ARENA_BYTES
 from asyncdist.transport.shared_memory.segment import ARENA, Parcel, Segment
 
@@ -29,14 +29,14 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is share
 
 @pytest.fixture
 def pair() -> Any:
-    made = LendingPair()
+    made = ZeroCopyPair()
     yield made
     made.close()
 
 
 @pytest.mark.parametrize("key", [p2p(1), collective(1)])
 @pytest.mark.parametrize("receive_first", [True, False])
-def test_a_large_message_is_copied_and_not_sent(pair: LendingPair, key: bytes, receive_first: bool) -> None:
+def test_a_large_message_is_copied_and_not_sent(pair: ZeroCopyPair, key: bytes, receive_first: bool) -> None:
     sink, data = Recorder(), pair.sides[0].array(LARGE)
     pair.mapped(data)
     before = sum(pair.ab.written)
@@ -57,7 +57,7 @@ def test_a_large_message_is_copied_and_not_sent(pair: LendingPair, key: bytes, r
     assert pair.a.statistics()["streams_out"] == pair.b.statistics()["streams_in"] == 0
 
 
-def test_what_is_not_mapped_yet_is_sent(pair: LendingPair) -> None:
+def test_what_is_not_mapped_yet_is_sent(pair: ZeroCopyPair) -> None:
     sink, data = Recorder(), pair.sides[0].array(LARGE)
     for token in (1, 2):
         before = sum(pair.ab.written)
@@ -68,7 +68,7 @@ def test_what_is_not_mapped_yet_is_sent(pair: LendingPair) -> None:
         assert (sum(pair.ab.written) - before > LARGE) is (token == 1)
 
 
-def test_a_peer_that_cannot_map_it_is_sent_everything(pair: LendingPair) -> None:
+def test_a_peer_that_cannot_map_it_is_sent_everything(pair: ZeroCopyPair) -> None:
     pair.sides[1].deaf = True
     sink, data = Recorder(), pair.sides[0].array(LARGE)
     for token in (1, 2):
@@ -79,9 +79,9 @@ def test_a_peer_that_cannot_map_it_is_sent_everything(pair: LendingPair) -> None
     assert sum(pair.ab.written) > 2 * LARGE
 
 
-@pytest.mark.parametrize(("length", "lent"), [(LEND_BYTES, True), (LEND_BYTES - 1, False)])
-def test_short_messages_are_sent(pair: LendingPair, length: int, lent: bool) -> None:
-    sink, data = Recorder(), pair.sides[0].array(LEND_BYTES)
+@pytest.mark.parametrize(("length", "lent"), [(ZERO_COPY_BYTES, True), (ZERO_COPY_BYTES - 1, False)])
+def test_short_messages_are_sent(pair: ZeroCopyPair, length: int, lent: bool) -> None:
+    sink, data = Recorder(), pair.sides[0].array(ZERO_COPY_BYTES)
     pair.mapped(data)
     before = sum(pair.ab.written)
     receive(pair.b, sink, p2p(1), length, "got")
@@ -91,7 +91,7 @@ def test_short_messages_are_sent(pair: LendingPair, length: int, lent: bool) -> 
     assert (sum(pair.ab.written) - before < 1000) is lent
 
 
-def test_ordinary_arrays_are_sent(pair: LendingPair) -> None:
+def test_ordinary_arrays_are_sent(pair: ZeroCopyPair) -> None:
     sink, data = Recorder(), pair.sides[0].array(100)
     other = memoryview(bytearray(LARGE))
     receive(pair.b, sink, p2p(1), LARGE, "got")
@@ -101,7 +101,7 @@ def test_ordinary_arrays_are_sent(pair: LendingPair) -> None:
     assert len(data) == 100
 
 
-def start(pair: LendingPair, sink: Recorder) -> memoryview:
+def start(pair: ZeroCopyPair, sink: Recorder) -> memoryview:
     """A message from a to b of which a part is copied."""
     data = pair.sides[0].array(LARGE)
     pair.mapped(data)
@@ -113,7 +113,7 @@ def start(pair: LendingPair, sink: Recorder) -> memoryview:
     return data
 
 
-def test_a_receiver_that_drops_it_writes_nothing_any_more(pair: LendingPair) -> None:
+def test_a_receiver_that_drops_it_writes_nothing_any_more(pair: ZeroCopyPair) -> None:
     sink = Recorder()
     start(pair, sink)
     pair.drop_group(1)
@@ -124,11 +124,11 @@ def test_a_receiver_that_drops_it_writes_nothing_any_more(pair: LendingPair) -> 
     assert pair.a.statistics()["streams_out"] == pair.b.statistics()["streams_in"] == 0
 
 
-def test_a_sender_that_drops_it_fails_the_receiver_even_if_all_is_copied(pair: LendingPair) -> None:
+def test_a_sender_that_drops_it_fails_the_receiver_even_if_all_is_copied(pair: ZeroCopyPair) -> None:
     sink = Recorder()
     data = start(pair, sink)
-    while pair.sides[1].loans.copies:
-        pair.sides[1].loans.advance()
+    while pair.sides[1].zero_copy.copies:
+        pair.sides[1].zero_copy.advance()
     pair.drop_group(0)
     data[:] = bytes(LARGE)  # its owner may
     pair.run()
@@ -137,7 +137,7 @@ def test_a_sender_that_drops_it_fails_the_receiver_even_if_all_is_copied(pair: L
     assert pair.a.statistics()["streams_out"] == pair.b.statistics()["streams_in"] == 0
 
 
-def test_a_lent_frame_that_was_not_written_yet_never_is(pair: LendingPair) -> None:
+def test_a_lent_frame_that_was_not_written_yet_never_is(pair: ZeroCopyPair) -> None:
     sink, data = Recorder(), pair.sides[0].array(LARGE)
     pair.mapped(data)
     receive(pair.b, sink, p2p(1), LARGE, "got")
@@ -149,18 +149,18 @@ def test_a_lent_frame_that_was_not_written_yet_never_is(pair: LendingPair) -> No
     pair.ab.capacity = 1 << 60
     pair.run()
     assert isinstance(sink.failed["got"], GroupAbortedError)
-    assert not pair.sides[1].loans.copies
+    assert not pair.sides[1].zero_copy.copies
 
 
 @pytest.mark.parametrize("copied", [False, True])
-def test_a_sender_that_gives_it_up_fails_that_receive_only(pair: LendingPair, copied: bool) -> None:
+def test_a_sender_that_gives_it_up_fails_that_receive_only(pair: ZeroCopyPair, copied: bool) -> None:
     sink, data = Recorder(), pair.sides[0].array(LARGE)
     pair.mapped(data)
     receive(pair.b, sink, p2p(1), LARGE, "got")
     op = send(pair.a, sink, p2p(1), data, "sent")  # type: ignore[arg-type]
     Pair.run(pair)
-    while copied and pair.sides[1].loans.copies:
-        pair.sides[1].loans.advance()
+    while copied and pair.sides[1].zero_copy.copies:
+        pair.sides[1].zero_copy.advance()
     pair.a.give_up(op)
     data[:] = bytes(LARGE)  # its owner may
     pair.run()
@@ -173,7 +173,7 @@ def test_a_sender_that_gives_it_up_fails_that_receive_only(pair: LendingPair, co
     assert pair.a.statistics()["streams_out"] == pair.b.statistics()["streams_in"] == 0
 
 
-def test_a_receiver_that_gives_it_up_writes_nothing_any_more(pair: LendingPair) -> None:
+def test_a_receiver_that_gives_it_up_writes_nothing_any_more(pair: ZeroCopyPair) -> None:
     sink, data = Recorder(), pair.sides[0].array(LARGE)
     pair.mapped(data)
     posted = receive(pair.b, sink, p2p(1), LARGE, "got")
@@ -188,7 +188,7 @@ def test_a_receiver_that_gives_it_up_writes_nothing_any_more(pair: LendingPair) 
     assert pair.a.statistics()["streams_out"] == pair.b.statistics()["streams_in"] == 0
 
 
-def test_loss_fails_both_ends(pair: LendingPair) -> None:
+def test_loss_fails_both_ends(pair: ZeroCopyPair) -> None:
     sink = Recorder()
     start(pair, sink)
     error = PeerLostError("gone", 1)
@@ -200,7 +200,7 @@ def test_loss_fails_both_ends(pair: LendingPair) -> None:
     assert bytes(sink.arrays["got"]) == so_far
 
 
-def test_goodbye_waits_for_what_is_lent(pair: LendingPair) -> None:
+def test_goodbye_waits_for_what_is_lent(pair: ZeroCopyPair) -> None:
     sink = Recorder()
     start(pair, sink)
     pair.a.goodbye()
@@ -212,11 +212,11 @@ def test_goodbye_waits_for_what_is_lent(pair: LendingPair) -> None:
     assert pair.b.left
 
 
-def test_several_messages_are_copied_in_turns(pair: LendingPair) -> None:
+def test_several_messages_are_copied_in_turns(pair: ZeroCopyPair) -> None:
     sink = Recorder()
     arrays = [pair.sides[0].array(LARGE + index) for index in range(3)]
     for array in arrays:
-        pair.sides[0].loans.lend(array)
+        pair.sides[0].zero_copy.expose(array)
     pair.run()
     for index, array in enumerate(arrays):
         receive(pair.b, sink, p2p(index), len(array), index)
@@ -229,24 +229,24 @@ def test_several_messages_are_copied_in_turns(pair: LendingPair) -> None:
     assert all(sink.arrays[index] == array for index, array in enumerate(arrays))
 
 
-def test_a_segment_that_is_gone_is_unmapped(pair: LendingPair) -> None:
+def test_a_segment_that_is_gone_is_unmapped(pair: ZeroCopyPair) -> None:
     data = pair.sides[0].array(ARENA_BYTES + 1)
     pair.mapped(data)
-    assert len(pair.sides[1].loans._borrowed) == 1
+    assert len(pair.sides[1].zero_copy._attached) == 1
     del data
     pair.run()
-    assert not pair.sides[1].loans._borrowed
+    assert not pair.sides[1].zero_copy._attached
     assert not len(pair.sides[0].arrays)
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_random_sizes_and_deliveries(seed: int) -> None:
     rng = random.Random(seed)
-    pair = LendingPair(rng)
+    pair = ZeroCopyPair(rng)
     sink = Recorder()
     sent = {}
     for token in range(12):
-        length = rng.choice((10, 70_000, LEND_BYTES, LARGE))
+        length = rng.choice((10, 70_000, ZERO_COPY_BYTES, LARGE))
         side = rng.randrange(2)
         data = pair.sides[side].array(length) if rng.random() < 0.7 else memoryview(rng.randbytes(length))
         target = (pair.b, pair.a)[side]
@@ -271,13 +271,13 @@ def test_random_sizes_and_deliveries(seed: int) -> None:
 class TestHostile:
     """`b` is the victim; `a` writes what it likes."""
 
-    def victim(self, pair: LendingPair) -> Recorder:
+    def victim(self, pair: ZeroCopyPair) -> Recorder:
         sink, data = Recorder(), pair.sides[0].array(LARGE)
         pair.mapped(data)
         receive(pair.b, sink, collective(1), LARGE, "got")  # pulled early, as 1 << 31
         return sink
 
-    def feed(self, pair: LendingPair, frame: bytes) -> None:
+    def feed(self, pair: ZeroCopyPair, frame: bytes) -> None:
         view = pair.b.get_buffer()
         view[: len(frame)] = frame
         pair.b.buffer_updated(len(frame))
@@ -285,43 +285,43 @@ class TestHostile:
     @pytest.mark.parametrize(
         "frame",
         [
-            pack_lent(1 << 31, 2, 0, LARGE),
-            pack_lent(1 << 31, 1, 1 << 26, LARGE),
-            pack_lent(1 << 31, 1, (1 << 64) - 1, LARGE),
-            pack_lent(1 << 31, 1, 0, LARGE - 1),
-            pack_lent(1 << 31, 1, 0, LARGE + 1),
-            pack_lent(7, 1, 0, LARGE),
+            pack_exposed(1 << 31, 2, 0, LARGE),
+            pack_exposed(1 << 31, 1, 1 << 26, LARGE),
+            pack_exposed(1 << 31, 1, (1 << 64) - 1, LARGE),
+            pack_exposed(1 << 31, 1, 0, LARGE - 1),
+            pack_exposed(1 << 31, 1, 0, LARGE + 1),
+            pack_exposed(7, 1, 0, LARGE),
             pack_fragment(1 << 31, 0, 0, flags=Flag.END),
-            pack_lent(1 << 31, 1, 0, LARGE) + pack_fragment(1 << 31, 0, 0, flags=Flag.END),
-            pack_lent(1 << 31, 1, 0, LARGE) + pack_fragment(1 << 31, 0, 100) + bytes(100),
-            pack_lent(1 << 31, 1, 0, LARGE) * 2,
-            pack_fragment(1 << 31, 0, 10) + bytes(10) + pack_lent(1 << 31, 1, 0, LARGE),
-            pack_header(Kind.UNMAP, length=1) + pack_lent(1 << 31, 1, 0, LARGE),
+            pack_exposed(1 << 31, 1, 0, LARGE) + pack_fragment(1 << 31, 0, 0, flags=Flag.END),
+            pack_exposed(1 << 31, 1, 0, LARGE) + pack_fragment(1 << 31, 0, 100) + bytes(100),
+            pack_exposed(1 << 31, 1, 0, LARGE) * 2,
+            pack_fragment(1 << 31, 0, 10) + bytes(10) + pack_exposed(1 << 31, 1, 0, LARGE),
+            pack_header(Kind.UNMAP, length=1) + pack_exposed(1 << 31, 1, 0, LARGE),
         ],
     )
-    def test_frames_that_make_no_sense(self, pair: LendingPair, frame: bytes) -> None:
+    def test_frames_that_make_no_sense(self, pair: ZeroCopyPair, frame: bytes) -> None:
         self.victim(pair)
         with pytest.raises(RemoteProtocolError):
             self.feed(pair, frame)
 
-    def test_returning_what_was_not_lent(self, pair: LendingPair) -> None:
+    def test_returning_what_was_not_lent(self, pair: ZeroCopyPair) -> None:
         sink = Recorder()
         send(pair.b, sink, p2p(1), bytes(LARGE), "sent")
         pair.ba.capacity = 0
         self.feed(pair, pack_header(Kind.PULL, message_id=1))
-        self.feed(pair, pack_header(Kind.RETURNED, message_id=99))
-        with pytest.raises(RemoteProtocolError, match="not lent"):
-            self.feed(pair, pack_header(Kind.RETURNED, message_id=1))
+        self.feed(pair, pack_header(Kind.RELEASED, message_id=99))
+        with pytest.raises(RemoteProtocolError, match="not exposed"):
+            self.feed(pair, pack_header(Kind.RELEASED, message_id=1))
 
-    def test_news_of_unknown_segments_is_harmless(self, pair: LendingPair) -> None:
+    def test_news_of_unknown_segments_is_harmless(self, pair: ZeroCopyPair) -> None:
         self.feed(pair, pack_header(Kind.MAPPED, length=99))
         self.feed(pair, pack_header(Kind.UNMAP, length=99))
         assert pair.sides[1].forsaken == [99]
         data = pair.sides[1].array(LARGE)
-        assert pair.sides[1].loans.lend(data) is None
+        assert pair.sides[1].zero_copy.expose(data) is None
 
     def test_over_a_stream_there_is_nothing_to_lend(self) -> None:
-        for kind in (Kind.LENT, Kind.RETURNED, Kind.MAPPED, Kind.UNMAP, Kind.MEMORY):
+        for kind in (Kind.EXPOSED, Kind.RELEASED, Kind.MAPPED, Kind.UNMAP, Kind.MEMORY):
             plain = Pair()
             view = plain.b.get_buffer()
             frame = pack_header(kind)
@@ -329,17 +329,17 @@ class TestHostile:
             with pytest.raises(RemoteProtocolError, match="unknown kind"):
                 plain.b.buffer_updated(len(frame))
 
-    def test_offering_too_much_or_again(self, pair: LendingPair) -> None:
-        loans = pair.sides[1].loans
+    def test_offering_too_much_or_again(self, pair: ZeroCopyPair) -> None:
+        zero_copy = pair.sides[1].zero_copy
         segment = Segment(4096, FDS)
         dup = os.dup
-        for number in range(MAX_BORROWED):
-            loans._borrowed[number] = loans._borrowed.get(0)  # type: ignore[assignment]
-        del loans._borrowed[5]
-        loans.attach(Parcel(ARENA, 5, 4096, (dup(segment.fd),)))
+        for number in range(MAX_ATTACHED):
+            zero_copy._attached[number] = zero_copy._attached.get(0)  # type: ignore[assignment]
+        del zero_copy._attached[5]
+        zero_copy.attach(Parcel(ARENA, 5, 4096, (dup(segment.fd),)))
         with pytest.raises(RemoteProtocolError):
-            loans.attach(Parcel(ARENA, MAX_BORROWED, 4096, (dup(segment.fd),)))
-        del loans._borrowed[6]
+            zero_copy.attach(Parcel(ARENA, MAX_ATTACHED, 4096, (dup(segment.fd),)))
+        del zero_copy._attached[6]
         with pytest.raises(RemoteProtocolError):
-            loans.attach(Parcel(ARENA, 5, 4096, (dup(segment.fd),)))
+            zero_copy.attach(Parcel(ARENA, 5, 4096, (dup(segment.fd),)))
         segment.release()
