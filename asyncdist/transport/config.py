@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -92,9 +92,7 @@ class TransportConfig:
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> TransportConfig:
         """Read ASYNCDIST_TRANSPORT and the like; raises ValueError for what cannot be."""
-        word = environ.get("ASYNCDIST_TRANSPORT", "").strip().lower() or "auto"
-        if word not in TRANSPORTS:
-            raise ValueError(f"ASYNCDIST_TRANSPORT={word!r}: use one of {', '.join(TRANSPORTS)}")
+        word = _word_from_environ(environ, "ASYNCDIST_TRANSPORT", TRANSPORTS)
         directory = environ.get("ASYNCDIST_SOCKET_DIR", "").strip() if word != "tcp" else ""
         if directory:
             check_directory(directory)
@@ -113,9 +111,14 @@ class TransportConfig:
 
 def single_copy_from_environ(environ: Mapping[str, str]) -> str:
     """Read ASYNCDIST_SINGLE_COPY: whether ranks of a host read each other's memory. Raises ValueError."""
-    word = environ.get("ASYNCDIST_SINGLE_COPY", "").strip().lower() or "auto"
-    if word not in SINGLE_COPY:
-        raise ValueError(f"ASYNCDIST_SINGLE_COPY={word!r}: use one of {', '.join(SINGLE_COPY)}")
+    return _word_from_environ(environ, "ASYNCDIST_SINGLE_COPY", SINGLE_COPY)
+
+
+def _word_from_environ(environ: Mapping[str, str], name: str, words: Sequence[str]) -> str:
+    """The word that a variable says, by default the first of `words`."""
+    word = environ.get(name, "").strip().lower() or words[0]
+    if word not in words:
+        raise ValueError(f"{name}={word!r}: use one of {', '.join(words)}")
     return word
 
 

@@ -18,7 +18,7 @@ from asyncdist.transport.addresses import Endpoint, PeerAddress
 from asyncdist.transport.base_mesh import BaseMesh, MeshOwner
 from asyncdist.transport.context import Absence
 from asyncdist.transport.protocol.frame import MAX_CALL_BYTES
-from asyncdist.transport.protocol.operations import NO_GOODBYE
+from asyncdist.transport.protocol.operations import NO_GOODBYE, left_world
 from asyncdist.transport.protocol.peer import PeerCore
 
 __all__ = ["MemoryLink", "MemoryMesh", "MemoryNetwork"]
@@ -396,7 +396,7 @@ class MemoryMesh(BaseMesh):
     # -- inside
 
     def _peer_left(self, rank: int) -> None:
-        error = PeerLostError(f"rank {rank} has left the world (it closed its group and said goodbye)", rank, left=True)
+        error = left_world(rank)
         self._finish(rank, "left", error)
         self._source_gone(rank, error)
         self._owner.peer_left(rank)

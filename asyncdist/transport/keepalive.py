@@ -19,7 +19,7 @@ import struct
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 __all__ = ["DEFAULT_KEEPALIVE_S", "MIN_KEEPALIVE_S", "KeepaliveWatch", "keepalive_from_environ", "set_keepalive"]
 
@@ -68,18 +68,11 @@ def set_keepalive(sock: socket.socket, limit_s: float) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, probes)
 
 
-class Socket(Protocol):
-    """A TCP socket, as far as it is asked."""
-
-    def getsockopt(self, level: int, option: int, length: int, /) -> bytes:
-        """See socket."""
-
-
 @dataclass
 class _Watched:
     """One connection: since when something is to be acknowledged, and nothing has been."""
 
-    sock: Socket
+    sock: socket.socket
     on_silent: Callable[[Exception], None]
     waiting_since_s: float = math.inf
 
@@ -96,7 +89,7 @@ class KeepaliveWatch:
         self._watched: dict[object, _Watched] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, connection: object, sock: Socket, on_silent: Callable[[Exception], None]) -> None:
+    def add(self, connection: object, sock: socket.socket, on_silent: Callable[[Exception], None]) -> None:
         """Watch the TCP socket of `connection`, until `remove`."""
         if self._limit_s:
             self._watched[connection] = _Watched(sock, on_silent)

@@ -123,6 +123,10 @@ class Connection(ABC):
             said = self._core.goodbye_sent
             self._on_end(self, None if said and not isinstance(error, RemoteProtocolError) else error)
 
+    @staticmethod
+    def _closed_here() -> ClosedError:
+        return ClosedError("this connection is closed here (closed, aborted, or forked)")
+
     @abstractmethod
     def _release(self) -> bool:
         """Close everything; False if that was done before."""
@@ -259,7 +263,7 @@ class StreamConnection(Connection):
     def _write_failed(self, error: OSError) -> None:
         """Remember the error: what the peer sent before it broke off, perhaps its goodbye, is still to be read."""
         if self._sock is None:
-            raise ClosedError("this connection is closed here (closed, aborted, or forked)")
+            raise self._closed_here()
         if self._write_error is None:
             self._write_error = error
             self._loop.call_soon(self._after_write_error)

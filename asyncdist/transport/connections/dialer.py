@@ -274,7 +274,6 @@ class _Attempt:
         self._sock: socket.socket | None = None
         self._handle: asyncio.Handle | None = None
         self._handshake: Handshake[DialerHello] | None = None
-        self._writing = False
 
     def start(self) -> None:
         """Connect; every outcome is reported from the loop."""
@@ -291,7 +290,6 @@ class _Attempt:
         if code == 0:
             self._handle = loop.call_soon(self._connected)
         elif code == errno.EINPROGRESS:
-            self._writing = True
             loop.add_writer(self._sock.fileno(), self._writable)
             self._handle = loop.call_later(
                 ATTEMPT_TIMEOUT_S, self._fail, TimeoutError("the connection is not answered")
@@ -314,8 +312,7 @@ class _Attempt:
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
-        if self._writing and self._sock is not None:
-            self._writing = False
+        if self._sock is not None and self._handshake is None and self._sock.fileno() >= 0:
             self._context.loop.remove_writer(self._sock.fileno())
 
     def _writable(self) -> None:

@@ -26,6 +26,7 @@ from asyncdist.transport.connections.handshake import Handshake
 from asyncdist.transport.connections.shm import ShmConnection
 from asyncdist.transport.context import Absence, MeshContext
 from asyncdist.transport.protocol.hello import SHARED_MEMORY_TRANSPORT, DialerHello, ListenerHello, Verdict
+from asyncdist.transport.protocol.operations import left_world
 from asyncdist.transport.protocol.peer import PeerCore
 from asyncdist.transport.spin import lives_here, on_this_host
 
@@ -345,9 +346,7 @@ class Link:
 
     def _left(self) -> None:
         if not self.ended:
-            left = PeerLostError(
-                f"rank {self.rank} has left the world (it closed its group and said goodbye)", self.rank, left=True
-            )
+            left = left_world(self.rank)
             self._finish(LinkState.LEFT, left)
             self._owner.link_left(self.rank, left)
             self._owner.link_ended()

@@ -69,12 +69,11 @@ class ShmConnection(Connection):
     ) -> None:
         super().__init__(context.loop, sock, core, f"shm beside {label}", on_end)
         self.socket_label = label
-        self.attached: dict[int, AttachedSegment] = {}
+        self.attached: dict[int, AttachedSegment | None] = {}  # by number; None: cannot be mapped here
         self._memory = context.memory
         self._on_refused = on_refused
         self._parcels = ParcelReader()
         self._numbers: set[int] = set()
-        self._lacking: set[int] = set()
         self._pairing = Pairing(context)
         self._reader: RingReader | None = None
         self._writer: RingWriter | None = None
@@ -104,10 +103,9 @@ class ShmConnection(Connection):
 
     def share(self, number: int, segment: Segment) -> None:
         """Have the peer map `segment` under `number`, once. Raises OSError, ClosedError."""
-        if self._sock is None:
-            raise ClosedError("this connection is closed here (closed, aborted, or forked)")
+        sock = self._open_socket()
         if number not in self._numbers:
-            send_parcel(self._sock, SEGMENT, number, segment.size, (segment.fd,))
+            send_parcel(sock, SEGMENT, number, segment.size, (segment.fd,))
             self._numbers.add(number)
 
     def unshare(self, number: int) -> None:
@@ -118,17 +116,13 @@ class ShmConnection(Connection):
 
     def detach(self, number: int) -> None:
         """The peer has no segment of that number any more."""
-        if number not in self.attached and number not in self._lacking and self._sock is not None and self._hung_up < 0:
-            self._parcel_came()  # it was passed before it was given up
+        self._read_parcels(number)  # the segment was passed before it was given up
         self.attached.pop(number, None)
-        self._lacking.discard(number)
 
     def offer(self, number: int) -> None:
         """Have the peer map a segment of our arrays. Raises OSError, ClosedError."""
-        if self._sock is None:
-            raise ClosedError("this connection is closed here (closed, aborted, or forked)")
         segment = self._memory.arrays.segment(number)
-        send_parcel(self._sock, ARENA, number, segment.size, (segment.fd,))
+        send_parcel(self._open_socket(), ARENA, number, segment.size, (segment.fd,))
 
     @property
     def peer_process(self) -> int:
@@ -153,13 +147,12 @@ class ShmConnection(Connection):
 
     def segment(self, number: int) -> AttachedSegment:
         """The peer's segment `number`. Raises RemoteProtocolError if it passed none, OSError if we cannot map it."""
-        if number not in self.attached and self._sock is not None and self._hung_up < 0:
-            self._parcel_came()  # it was sent before whatever names it
-        found = self.attached.get(number)
-        if found is None:
-            if number in self._lacking:
-                raise OSError(errno.EMFILE, f"segment {number} of a peer could not be mapped")
+        self._read_parcels(number)  # the segment was passed before whatever names it
+        if number not in self.attached:
             raise RemoteProtocolError(f"a peer refers to segment {number}, which it has not passed")
+        found = self.attached[number]
+        if found is None:
+            raise OSError(errno.EMFILE, f"segment {number} of a peer could not be mapped")
         return found
 
     def take_segment(self, number: int) -> AttachedSegment:
@@ -169,6 +162,11 @@ class ShmConnection(Connection):
         return found
 
     # -- the socket
+
+    def _read_parcels(self, number: int) -> None:
+        """Look for the parcel of a segment, unless that is here."""
+        if number not in self.attached and self._sock is not None and self._hung_up < 0:
+            self._parcel_came()
 
     def _parcel_came(self) -> None:
         try:
@@ -205,8 +203,7 @@ class ShmConnection(Connection):
         if parcel.kind == ARENA:
             self.zero_copy.attach(parcel)
             return
-        known = len(self.attached) + len(self._lacking)
-        if parcel.kind != SEGMENT or known >= MAX_PEER_SEGMENTS or parcel.number in self.attached:
+        if parcel.kind != SEGMENT or len(self.attached) >= MAX_PEER_SEGMENTS or parcel.number in self.attached:
             close_all(parcel.fds)
             raise RemoteProtocolError(f"a peer sent a parcel of kind {parcel.kind} where it may not")
         try:
@@ -215,7 +212,7 @@ class ShmConnection(Connection):
             self.attached[parcel.number] = AttachedSegment(parcel.fds[0], parcel.size)
         except OSError as error:
             events.info("a segment of %d bytes of %s cannot be mapped: %s", parcel.size, self.label, error)
-            self._lacking.add(parcel.number)
+            self.attached[parcel.number] = None
 
     def _open(self) -> None:
         """Both sides have mapped what the other offered."""
@@ -317,7 +314,7 @@ class ShmConnection(Connection):
     def _write(self, buffers: Sequence[bytes | memoryview]) -> int:
         writer = self._writer
         if self._sock is None or writer is None:
-            raise ClosedError("this connection is closed here (closed, aborted, or forked)")
+            raise self._closed_here()
         try:
             sent = writer.write(buffers, self._ring)
         except RemoteProtocolError as error:
@@ -360,6 +357,11 @@ class ShmConnection(Connection):
         self._memory.fds.close(sock)
         self._give_back()
         return True
+
+    def _open_socket(self) -> socket.socket:
+        if self._sock is None:
+            raise self._closed_here()
+        return self._sock
 
     def _give_back(self) -> None:
         self._parcels.close()

@@ -109,7 +109,8 @@ class AnySourceTable:
         self.table = ReceiveTable()
         self.entries = self.table.entries
         self.orders = itertools.count(1)
-        self._arrivals = itertools.count(1)
+        self.arrivals = itertools.count(1)
+        """Numbers of unexpected messages."""
         self._holders: dict[bytes, dict[Receiver, None]] = {}
         self._stalled: dict[Receiver, None] = {}
 
@@ -153,21 +154,16 @@ class AnySourceTable:
         for receive in self.table.take_all():
             receive.fail(error)
 
-    def next_arrival(self) -> int:
-        """Number an unexpected message."""
-        return next(self._arrivals)
-
     def holds(self, key: bytes, peer: Receiver) -> None:
         """`peer` holds a message of `key`."""
         self._holders.setdefault(key, {})[peer] = None
 
     def holds_none(self, key: bytes, peer: Receiver) -> None:
         """`peer` holds no message of `key` any more."""
-        holders = self._holders.get(key)
-        if holders is not None and peer in holders:
-            del holders[peer]
-            if not holders:
-                del self._holders[key]
+        holders = self._holders.get(key, {})
+        holders.pop(peer, None)
+        if not holders:
+            self._holders.pop(key, None)
 
     def stalled(self, peer: Receiver, stalled: bool) -> None:
         """`peer` keeps point-to-point messages back until asked, or no longer does."""

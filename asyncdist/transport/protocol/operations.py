@@ -26,6 +26,7 @@ __all__ = [
     "anew",
     "fail_all",
     "given_up",
+    "left_world",
     "nobody_left",
     "not_received",
 ]
@@ -253,6 +254,11 @@ def given_up(source: int, *, late: bool) -> DistError:
         return CollectiveTimeoutError(text, (source,))
     text = f"rank {source} aborted the group while it sent this message"
     return GroupAbortedError(text, "aborted by the sender", source)
+
+
+def left_world(rank: int) -> PeerLostError:
+    """What operations with a rank raise that has said goodbye."""
+    return PeerLostError(f"rank {rank} has left the world (it closed its group and said goodbye)", rank, left=True)
 
 
 def not_received(rank: int) -> PeerLostError:

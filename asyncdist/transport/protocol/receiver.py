@@ -361,8 +361,7 @@ class Receiver:
                 raise ValueError(f"allocate returned {len(target)} bytes for a message of {length}")
         elif len(target) != length:
             raise CollectiveMismatchError(
-                f"rank {self.peer_rank} sent {length} bytes where {len(target)} are expected here",
-                self.peer_rank,
+                f"rank {self.peer_rank} sent {length} bytes where {len(target)} are expected here", self.peer_rank
             )
         return target
 

@@ -80,7 +80,7 @@ class UnexpectedQueue:
     def _add(self, key: bytes, message: UnexpectedMessage) -> None:
         between_two = key[20] == POINT_TO_POINT  # a receive from any source may take it, so their order counts
         if between_two:
-            message.arrival = self._any_source.next_arrival()
+            message.arrival = next(self._any_source.arrivals)
         queue = self.queues.get(key)
         if queue is not None:
             queue.append(message)

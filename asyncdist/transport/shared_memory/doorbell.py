@@ -34,8 +34,7 @@ class Doorbell:
         self._loop = loop
         self._fds = fds
         self.rings = 0
-        self._pollers: tuple[Callable[[], bool], ...] = ()
-        self._lookers: tuple[Callable[[], bool], ...] = ()
+        self._pollers: tuple[tuple[Callable[[], bool], Callable[[], bool]], ...] = ()
         self.awake = False
         """Whether nobody need ring until the loop turns."""
         self.page = Segment(PAGE_BYTES, fds, "asyncdist-doorbell")
@@ -56,32 +55,28 @@ class Doorbell:
         may leave to the next call of `poller` what can wait until then.
         """
         if look is None:
-            self._pollers = (*self._pollers, poller)
-            self._lookers = (*self._lookers, poller)
+            self._pollers = (*self._pollers, (poller, poller))
         else:
-            self._pollers = (poller, *self._pollers)
-            self._lookers = (look, *self._lookers)
+            self._pollers = ((poller, look), *self._pollers)
 
     def remove(self, poller: Callable[[], bool]) -> None:
         """Call `poller` no more, after the round of calls that may be under way."""
-        kept = [pair for pair in zip(self._pollers, self._lookers, strict=True) if pair[0] != poller]
-        self._pollers = tuple(poller for poller, _ in kept)
-        self._lookers = tuple(look for _, look in kept)
+        self._pollers = tuple(pair for pair in self._pollers if pair[0] != poller)
 
     def silence(self) -> None:
         """Call no poller any more."""
-        self._pollers = self._lookers = ()
+        self._pollers = ()
 
     def poll(self) -> bool:
         """Take what is there; whether there was anything."""
         found = False
-        for poller in self._pollers:
+        for poller, _ in self._pollers:
             found |= poller()
         return found
 
     def poll_for(self, work: Pending) -> None:
         """Take what is there, until `work` is done; to be called again soon, or followed by the loop's turn."""
-        for look in self._lookers:
+        for _, look in self._pollers:
             if look() and work._done:
                 return
 
