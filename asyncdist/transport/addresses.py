@@ -1,7 +1,7 @@
 """Where a rank can be reached: what it advertises through the store, and how it chooses that.
 
-A rank never advertises what its host name resolves to: on many machines that is 127.0.0.1 or an interface nobody else
-can reach. It advertises the interfaces it was told to use, else the local address of the route to the store.
+A rank never advertises what its host name resolves to: on many machines that is 127.0.0.1 or an interface that no other
+host can reach. It advertises the interfaces it was told to use, else the local address of the route to the store.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ def _is_up(stats: Any) -> bool:
 def select_ips(spec: str, interfaces: Sequence[Interface]) -> tuple[str, ...]:
     """Addresses of `interfaces` that `spec` chooses, e.g. `"eth0"`, `"eth,ib0"`, `"^docker,veth"`.
 
-    Items are interface names; an item that is nobody's name is a prefix. `^` excludes, and at the front of `spec`
+    Items are interface names; an item that is no interface's name is a prefix. `^` excludes, and at the front of `spec`
     excludes all that follows, as NCCL_SOCKET_IFNAME does. Loopback has to be asked for by name. Raises ValueError when
     nothing is left, listing what is there.
     """

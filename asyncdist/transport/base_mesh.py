@@ -22,10 +22,10 @@ __all__ = ["BaseMesh", "MeshOwner"]
 
 
 class MeshOwner(Protocol):
-    """Who is told about peers. Calls come from the loop and must not raise; they may post, drop and abort."""
+    """Is told about peers. Calls come from the loop and must not raise; they may post, drop and abort."""
 
     def peer_connected(self, rank: int) -> None:
-        """The connection to `rank` is open, whoever dialed. A control message sent now goes ahead of all else."""
+        """The connection to `rank` is open, whichever side dialed. A control message sent now goes ahead of all."""
 
     def peer_lost(self, rank: int, error: PeerLostError) -> None:
         """The connection to `rank` broke, or none could be made; operations with it have failed with `error`."""
@@ -38,7 +38,7 @@ class MeshOwner(Protocol):
 
 
 LOOK_AFTER_S: Final = 0.25
-"""How long a receive from any source waits before the store is asked who is gone: most wait for less."""
+"""How long a receive from any source waits before the store is asked which ranks are gone: most wait for less."""
 MAX_LOOK_AFTER_S: Final = 60.0
 """How long at most until a store that could not tell is asked again."""
 BURST: Final = 4
@@ -50,7 +50,7 @@ class BaseMesh:
     """Messages to and from every rank of a world: posting, matching from any source, and the state every mesh has."""
 
     asks_who_is_gone: ClassVar[bool] = True
-    """Whether receives from any source have the store say who is gone."""
+    """Whether receives from any source have the store say which ranks are gone."""
 
     def __init__(self, rank: int, world_size: int, owner: MeshOwner) -> None:
         self.rank = rank
@@ -62,11 +62,11 @@ class BaseMesh:
         self.crowded = False
         """Whether ranks of this host share cores; to be set before there are connections."""
         self.hear_out: Callable[[int], Awaitable[Absence]] | None = None
-        """Hears, bounded, what a rank that takes no connection has left to say, and what became of it; what waits for
-        that rank fails only then. To be set before there are connections."""
+        """Asks the store, for a bounded time, why a rank takes no connection. What waits for that rank fails only then.
+        To be set before there are connections."""
         self.absences: Callable[[], AsyncGenerator[int]] | None = None
-        """Ranks that are gone, as it seems: those that are, then each as it goes. Raises DistError where that is not
-        known any more, NotImplementedError where it never is. To be set before there are connections."""
+        """Yields ranks that seem to be gone: first those that are, then each as it goes. Raises DistError once that is
+        unknown, NotImplementedError where it is never known. To be set before there are connections."""
         self._owner = owner
         self._any_source = AnySourceTable()
         self._dropped = DroppedGroups()
@@ -103,7 +103,7 @@ class BaseMesh:
         return core.post_receive(receive)
 
     def post_receive_any(self, ranks: Collection[int], receive: Receive) -> bool:
-        """Post a receive from whichever of `ranks` sends first. It dials nobody: senders do.
+        """Post a receive from whichever of `ranks` sends first. This dials no rank: senders dial.
 
         When one of `ranks` is lost the receive fails, as that rank might have been the one; when one leaves, or was
         lost before, it goes on until all others are gone. We count as a source only once we have sent something to
@@ -201,9 +201,9 @@ class BaseMesh:
     async def close(self, timeout_s: float, last: Callable[[], Awaitable[None]] | None = None) -> None:
         """Leave: send what was posted, say goodbye to every peer, and wait for each to hang up, at most `timeout_s`.
 
-        `last` is awaited then, before connections are refused: until it has ended, who dials is told that we leave.
-        Whoever has not hung up by then is cut off. Operations still pending fail with ClosedError. Cancelled, it
-        aborts. Idempotent; concurrent calls wait for the same end.
+        `last` is awaited then, before connections are refused: until it has ended, a rank that dials is told that this
+        rank leaves. A peer that has not hung up by then is cut off. Operations still pending fail with ClosedError.
+        A cancelled `close` aborts. Idempotent; concurrent calls wait for the same end.
         """
         try:
             if not self._closed_because:
@@ -250,7 +250,7 @@ class BaseMesh:
     async def listen(
         self, ips: Sequence[str] = ("127.0.0.1",), advertised: Sequence[Endpoint] = (), *, accept: bool = True
     ) -> PeerAddress:
-        """Be reachable, and return the address to publish. Without `accept`, who connects waits until that is called.
+        """Be reachable, and return the address to publish. Without `accept`, peers wait until that is called.
 
         Raises DistNetworkError naming the address that cannot be bound, and ClosedError.
         """
@@ -320,10 +320,10 @@ class BaseMesh:
         task.add_done_callback(self._tasks.discard)
 
     async def _look_for_absent(self, absences: Callable[[], AsyncGenerator[int]]) -> None:
-        """While receives wait for any source, dial those that are gone, as it seems: so we hear what became of them.
+        """While receives wait for any source, dial the ranks that seem to be gone, to hear what became of them.
 
-        All of them, as a later receive may wait for one that none waits for now. One that is there after all is
-        connected from then on.
+        All of them are dialed, as a later receive may wait for one that no receive waits for now. A rank that is there
+        after all is connected from then on.
         """
         pause_s = LOOK_AFTER_S
         try:
@@ -340,7 +340,7 @@ class BaseMesh:
             self._looks_for_absent = False
 
     async def _dial_absent(self, absences: Callable[[], AsyncGenerator[int]]) -> None:
-        """Dial those that are gone, as long as somebody waits for any source."""
+        """Dial those that are gone, as long as a receive from any source waits."""
         async with contextlib.aclosing(absences()) as absent:
             async for rank in absent:
                 if self._closing or not self._any_source.table:
@@ -349,7 +349,7 @@ class BaseMesh:
                     self.connect([rank])
 
     def link_not_met(self, rank: int, then: Callable[[Absence], None]) -> None:
-        """Call `then` once we have heard what `rank`, which was not met, has left to say: at once if nobody asks."""
+        """`rank` takes no connection. Call `then` once its last words were looked up; at once without `hear_out`."""
         if self.hear_out is None or self._closing:
             then(Absence.NONE)
         else:
@@ -376,7 +376,7 @@ class BaseMesh:
                 receive.fail(error)
 
     def _all_gone(self, ranks: Collection[int]) -> bool:
-        """Whether nobody can send any more: all others of `ranks` are gone, and we never were a peer of our own."""
+        """Whether no rank can send any more: all others of `ranks` are gone, and this rank never sent to itself."""
         gone, own = self._gone, self.rank
         if not gone or (own in ranks and self.cores[own] is not None):
             return False

@@ -35,14 +35,14 @@ CONNECT_TIMEOUT_S: Final = 60.0
 """Longest a peer may be out of reach at first, address look-up and retries included. A listener exists before its
 address is published, so only a slow network or a dead peer needs more than milliseconds."""
 HELLO_TIMEOUT_S: Final = 5.0
-"""Longest an accepted socket may take to say who it is: it has just connected, so it is not busy."""
+"""Longest an accepted socket may take for its hello: its process has just connected, so it is not busy."""
 SILENT_TIMEOUT_S: Final = DEFAULT_TIMEOUT_S
 """Longest wait for a peer whose kernel accepts connections but which says nothing. The process exists, so its loop is
 busy (loading a model, say): that is for the operation's time-out to judge, not for ours."""
 LATE_S: Final = 0.1
 """A timer that fires so late was held up by this very loop, which has not seen either what has come meanwhile."""
 MAX_HALF_OPEN: Final = 512
-"""Accepted sockets that have not yet said who they are. Beyond it they wait in the kernel's queue, which is what a
+"""Accepted sockets without a hello. Beyond that, connections wait in the kernel's queue, which is what a
 burst of honest ranks needs, and a flood of strangers costs at most this many descriptors."""
 
 
@@ -50,7 +50,7 @@ burst of honest ranks needs, and a flood of strangers costs at most this many de
 class TransportConfig:
     """How a mesh connects. `transport` is one of `TRANSPORTS`; times are in seconds.
 
-    `local_ranks` is how many ranks share the host's cores, as far as that is known; who connects is counted besides.
+    `local_ranks` is how many ranks share the host's cores, as far as that is known. Ranks that connect count as well.
     `ports` are those that ranks may listen on, None for any.
     """
 
@@ -123,7 +123,7 @@ def _word_from_environ(environ: Mapping[str, str], name: str, words: Sequence[st
 
 
 def _local_ranks(environ: Mapping[str, str]) -> int:
-    text = environ.get("LOCAL_WORLD_SIZE", "").strip()  # of the launcher, who has said so if it is no number
+    text = environ.get("LOCAL_WORLD_SIZE", "").strip()  # the launcher has said so if this is no number
     return int(text) if text.isascii() and text.isdigit() else 1
 
 

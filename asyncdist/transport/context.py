@@ -18,7 +18,7 @@ __all__ = ["Absence", "MeshContext"]
 
 @dataclass(frozen=True, slots=True)
 class MeshContext:
-    """The loop, who we are, how to connect, our descriptors, this host's id, and what is known of it and of others."""
+    """What the parts of one mesh share: loop, identity, configuration, descriptors, and what is known of this host."""
 
     loop: asyncio.AbstractEventLoop
     identity: Identity

@@ -103,7 +103,7 @@ class HostMemory:
         self.crowded |= crowded
 
     def parted(self, rank: int) -> None:
-        """It does no more."""
+        """Rank `rank` shares no memory with us any more."""
         if self.connections.pop(rank, None) is not None:
             self.ranks_here = self.ranks_here - 1 if self.ranks_here > 2 else 0
 
@@ -130,7 +130,7 @@ class HostMemory:
         self._left_listeners[listener] = None
 
     def forget(self, listener: Callable[[int, PeerLostError], None]) -> None:
-        """Call it no more."""
+        """Call `listener` no more."""
         self._left_listeners.pop(listener, None)
 
     def left(self, rank: int, error: PeerLostError) -> None:
@@ -181,7 +181,7 @@ class HostMemory:
             connection.zero_copy.release(number)
 
     def _unheard(self) -> None:
-        """The loop has ended, or this rank has: nobody moves lanes on any more, so what they expose is revoked.
+        """The loop has ended, or this rank has: nothing moves lanes on any more, so what they expose is revoked.
 
         The memory is the program's again, although the group was never closed.
         """

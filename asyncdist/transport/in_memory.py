@@ -191,7 +191,7 @@ class MemoryNetwork:
         self._meshes[world_id, rank].abort("this rank was cut off")
 
     def register(self, mesh: MemoryMesh) -> None:
-        """`mesh` can be connected to from now on; who waited for it is."""
+        """`mesh` can be connected to from now on; meshes that waited for it are."""
         self._meshes[mesh.world_id, mesh.rank] = mesh
         for dialer in self._waiting.pop((mesh.world_id, mesh.rank), []):
             self.dial(dialer, mesh.rank)
@@ -249,7 +249,7 @@ class MemoryMesh(BaseMesh):
     """
 
     asks_who_is_gone: ClassVar[bool] = False
-    """A store that is watched has something to do every now and then, so that nobody saw that all wait in vain."""
+    """Watching the store would keep the simulated loop busy, which then never finds that all ranks wait in vain."""
 
     def __init__(
         self, network: MemoryNetwork, rank: int, world_size: int, owner: MeshOwner, world_id: bytes = b""

@@ -94,7 +94,7 @@ class Mesh(BaseMesh):
         """Listen on `ips` (and on a Unix socket, as configured) and return the address to publish.
 
         It has `advertised` in place of `ips`, if there are any; port 0 stands for the port of the first of `ips`.
-        Without `accept`, who connects waits until that is called. Raises DistNetworkError naming the address that
+        Without `accept`, peers that connect wait until that is called. Raises DistNetworkError naming the address that
         cannot be bound, and ClosedError. Not needed by a rank that only dials.
         """
         self._check_open()
@@ -180,7 +180,7 @@ class Mesh(BaseMesh):
     # -- called by the links
 
     def address_wanted(self, rank: int) -> None:
-        """Look `rank` up at the end of this turn of the loop, with everybody else asked for in it."""
+        """Look `rank` up at the end of this turn of the loop, in one request with all others asked for in it."""
         self._unresolved.append(rank)
         if self._resolve_turn is None:
             self._resolve_turn = self._context.loop.call_soon(self._begin_resolving)
@@ -190,12 +190,12 @@ class Mesh(BaseMesh):
         self._owner.peer_connected(rank)
 
     def link_lost(self, rank: int, error: PeerLostError) -> None:
-        """Fail what any-source receives hoped for, and tell the owner."""
+        """Fail the any-source receives that `rank` might have served, and tell the owner."""
         self._source_gone(rank, error)
         self._owner.peer_lost(rank, error)
 
     def link_left(self, rank: int, error: PeerLostError) -> None:
-        """Fail any-source receives that nobody can serve any more, and tell the owner."""
+        """Fail any-source receives that no rank can serve any more, and tell the owner."""
         self._source_gone(rank, error)
         self._context.memory.left(rank, error)
         self._owner.peer_left(rank)
@@ -246,9 +246,9 @@ class Mesh(BaseMesh):
                 self._unknown(link, problem)
 
     def _unknown(self, link: Link, problem: Exception) -> None:
-        """It is not known where that rank listens: what waits for it fails, and is no reason to think it lost.
+        """The address of a rank is unknown. What waits for the rank fails, but the rank does not count as lost.
 
-        What is posted later looks it up again.
+        What is posted later looks the rank up again.
         """
         del self._links[link.rank]
         self.cores[link.rank] = None

@@ -1,9 +1,9 @@
 """Spinning: looking at shared memory, and at sockets of this host, for some microseconds before going to sleep.
 
-Being woken costs a rank 10 to 20 microseconds, most of an exchange between two that share a host. So whoever awaits a
-work looks first, for at most ASYNCDIST_SPIN_US (20), and only while that can pay: there are not many more ranks on the
-host than cores, none of them lives in this process, and looking has helped lately. Where two ranks answer each other at
-once, it looks longer (see `CATCH`): as long as a wait takes in which both have to be woken, which on slow
+Being woken costs a rank 10 to 20 microseconds, most of an exchange between two that share a host. So a task that awaits
+a work looks first, for at most ASYNCDIST_SPIN_US (20), and only while that can pay: not many more ranks than cores are
+on the host, none of them lives in this process, and looking has helped lately. Where two ranks answer each other at
+once, the task looks longer (see `CATCH`): as long as a wait takes in which both have to be woken, which on slow
 virtual machines is several times as long as on others. Ranks of this host that are reached through sockets are
 `Neighbors`: their sockets are read as well.
 """
@@ -39,17 +39,17 @@ __all__ = [
 ]
 
 RANKS_PER_CORE: Final = 4
-"""Ranks per core up to which one looks. Where cores are shared, one gives the core away before each look, so that the
-rank one waits for runs on it: cheaper than sleeping, which costs both a wake-up, and through sockets a turn of the
-loop."""
+"""Ranks per core up to which a rank looks. Where cores are shared, the rank gives its core away before each look, so
+that the rank it waits for runs there: cheaper than sleeping, which costs both a wake-up, and through sockets a turn of
+the loop."""
 NEAR: Final = 1.25
 """A wait hardly longer than the shortest that ended asleep may have been two wake-ups and nothing else."""
 FARTHEST: Final = 15
 """How much longer than the limit a look may take at most, where wake-ups take long."""
 ALONE_S: Final = 5e-6
-"""How long one looks before one gives the core away all the same, where every rank could have one of its own: the
-system may have put two on one, and then whoever looks keeps the other from answering. It moves one of them when it sees
-both ready to run for a while, which they never are where one always sleeps."""
+"""How long a rank looks before it gives its core away all the same, where every rank could have a core of its own. The
+system may have put two ranks on one core, and then the one that looks keeps the other from answering. The system moves
+one of them when it sees both ready to run for a while, which they never are where one always sleeps."""
 
 
 _give_core_away = getattr(os, "sched_yield", lambda: time.sleep(0))
@@ -78,7 +78,7 @@ class Spinner:
         self._least_s = math.inf  # of waits that ended asleep
         # How long a wait or a look may have taken for the next look to take as long:
         self._window_s = CATCH * self._limit_s
-        self._bell: Doorbell | None = None  # once somebody shares memory with us
+        self._bell: Doorbell | None = None  # once a peer shares memory
         self._began_s = 0.0
         self._last_turn_s = 0.0
         self._shared_cores = False
@@ -125,12 +125,12 @@ class Spinner:
                 return
 
     def glance(self, work: Pending) -> None:
-        """Look once, if that can pay: for whoever looks elsewhere too."""
+        """Look once, if that can pay: for a waiter that looks elsewhere too."""
         if self._worth_it():
             self._poller()(work)
 
     def _poller(self) -> Callable[[Pending], object]:
-        """What looks once; until the loop turns nobody need ring."""
+        """What looks once; until the loop turns no peer need ring."""
         sockets = self._neighbors.pollers
         if not self._memory.ranks_here:
             return self._poll_sockets
@@ -142,7 +142,7 @@ class Spinner:
         return self._poll_all if sockets else bell.poll_for
 
     def woken(self) -> None:
-        """The work of the last look came when we had given up: was that worth waiting for?"""
+        """The work of the last look came after the look: learn whether a longer look would have paid."""
         if not self._began_s:
             return
         elapsed_s, limit_s = perf_counter() - self._began_s, self._limit_s
@@ -182,7 +182,7 @@ class Spinner:
     def turn_due(self) -> bool:
         """Whether the task that has just been served should let the loop turn before it goes on.
 
-        It will look again, so until then nobody need ring.
+        The task will look again, so until then no peer need ring.
         """
         bell = self._bell
         if bell is not None and not bell.awake and self._memory.ranks_here and self._worth_it():
@@ -218,7 +218,7 @@ def settle(identity: Identity) -> None:
 
 
 def vacate(identity: Identity) -> None:
-    """It does no more."""
+    """This rank lives here no more."""
     place = identity.world_id, identity.rank
     _residents[place] -= 1
     if _residents[place] <= 0:

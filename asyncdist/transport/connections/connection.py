@@ -144,7 +144,7 @@ def send_unpaced(sock: socket.socket) -> None:
     """Have a TCP connection inside this host send at once.
 
     Nothing gets lost there and no other traffic is in the way. BBR, which some systems use for all connections, waits
-    for timers between packets all the same. Reno does not, and everybody may have it.
+    for timers between packets all the same. Reno does not, and every user may choose it.
     """
     option = getattr(socket, "TCP_CONGESTION", None)
     if option is not None and sock.family != socket.AF_UNIX:

@@ -123,7 +123,7 @@ class Dialer:
 
     @property
     def unreached(self) -> bool:
-        """Whether no kernel took any connection tried last: nobody listens there, or the host is down or cut off."""
+        """Whether no kernel took a connection in the last round: no process listens, or the host is down or cut off."""
         return self._rounds > 0 and not self._reached
 
     def pause(self) -> None:
@@ -237,7 +237,7 @@ class Dialer:
         self._deadline = self._context.loop.call_at(due_s, self._expire)
 
     def _expire(self) -> None:
-        """The connect timeout has passed; whoever was reached has until the silent timeout."""
+        """The connect timeout has passed; a peer that was reached has until the silent timeout."""
         config = self._context.config
         now_s = self._context.loop.time()
         late_s = now_s - self._due_s

@@ -154,7 +154,7 @@ class Link:
     # -- the peer dials us
 
     def hello_came(self, handshake: Handshake[ListenerHello]) -> None:
-        """The peer has connected and proven who it is: answer now, or hold the answer back."""
+        """The peer has connected and proven its rank: answer now, or hold the answer back."""
         unwanted = self._owner.closing and self.state is LinkState.IDLE
         if unwanted or self.ended or self.state is LinkState.OPEN:
             verdict = Verdict.CROSSED
@@ -232,7 +232,7 @@ class Link:
         self._doubt = self._context.loop.call_later(delay_s, self._ask_whether_gone)
 
     def _ask_whether_gone(self) -> None:
-        """The dial takes long: the peer may be gone, on a host that refuses or does not answer. Else it goes on."""
+        """The dial takes long: ask whether the peer is gone, on a host that refuses or does not answer."""
         self._doubt_in(self._context.loop.time() - self._started_s)
         self._owner.link_not_met(self.rank, self._heard_whether_gone)
 
@@ -242,7 +242,7 @@ class Link:
             return
         if absence is Absence.LEFT:
             self._not_met(None)
-        elif dialer is None or dialer.unreached:  # nobody answers there
+        elif dialer is None or dialer.unreached:  # no process answers there
             if absence is Absence.RESIGNED:
                 self._not_met(ConnectionRefusedError(absence.value))
             elif absence is Absence.CUT_OFF:

@@ -1,6 +1,6 @@
-"""The sockets peers connect to: accept, hear who it is, hand over those who prove it.
+"""The sockets that peers connect to: accept, hear the hello, hand over the peers that prove theirs.
 
-Whoever connects before `accept` is called waits in the kernel's queue.
+Peers that connect before `accept` is called wait in the kernel's queue.
 """
 
 from __future__ import annotations

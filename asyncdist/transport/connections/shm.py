@@ -128,8 +128,8 @@ class ShmConnection(Connection):
     def peer_process(self) -> int:
         """The process of the peer, as the kernel numbers it for us. Raises OSError, also where it is another user's.
 
-        It is the one that made the socket. Who may read processes of all users would else read of any that has come to
-        that number what the peer names: a token that the peer chose says nothing of whose it is.
+        That process made the socket. A rank with the right to read all processes would else read from any process that
+        now has that number: a token that the peer chose does not say whose it is.
         """
         if self._sock is None:
             raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
@@ -199,7 +199,7 @@ class ShmConnection(Connection):
         return False
 
     def _attach(self, parcel: Parcel) -> None:
-        """Map a segment; if we cannot, that is only said to who asks for it."""
+        """Map a segment; a failure is only told when the segment is asked for."""
         if parcel.kind == ARENA:
             self.zero_copy.attach(parcel)
             return
@@ -257,7 +257,7 @@ class ShmConnection(Connection):
         if self._sock is None or reader is None or writer is None:
             return False
         found = reader.words[SENT] != reader.taken
-        if not (found or self._blocked):  # as nearly always, and whoever looks asks all connections
+        if not (found or self._blocked):  # as nearly always, and a look asks all connections
             return False
         if found:
             self._readable()
@@ -381,7 +381,7 @@ _numbers: dict[int, int] = {}
 class Pairing:
     """One side. `refusal` says why there will be no shared memory; the rest is what is to be used if there will.
 
-    Whoever cannot map what the other has offered refuses as well, so that both know before a frame is sent.
+    A side that cannot map what the other has offered refuses as well, so that both know before a frame is sent.
     """
 
     def __init__(self, context: MeshContext) -> None:

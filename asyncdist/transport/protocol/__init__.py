@@ -1,1 +1,1 @@
-"""The protocol between two ranks: who they are, then frames, and what these do. Without input and output."""
+"""The protocol between two ranks: the hello, frames, and what they do. Without input and output."""

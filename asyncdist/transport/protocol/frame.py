@@ -52,8 +52,9 @@ ABORT has LATE where only the time of that send was over, not its group.
 
 Every PULL is answered by exactly one end of stream: the fragment that completes the message, or one with ABORT or END.
 Every OFFER is answered by a PULL or a DISCARD, a withdrawn one too; a PULL that crosses its WITHDRAW has its end in
-that. So both ends know which ids are in use whoever gives up, and when. Of an exposed message the sender says when it
-is complete: should the sender have used its memory for something else meanwhile, the receiver drops what it copied.
+that. So both ends know which ids are in use whichever side gives up, and when. Of an exposed message the sender says
+when it is complete: should the sender have used its memory for something else meanwhile, the receiver drops what it
+copied.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ ACK_BYTES: Final = _PREFIX_BYTES + PROOF_BYTES
 
 
 class Verdict(enum.IntEnum):
-    """The listener's answer. Those before `WRONG_WORLD` are proven; the rest are for who could not be trusted."""
+    """The listener's answer. Those before `WRONG_WORLD` are proven; the rest are for peers that have proven nothing."""
 
     OK = 0
     CROSSED = 1
@@ -88,7 +88,7 @@ _REASONS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who this rank is to its peers: made once per mesh."""
+    """What this rank proves to its peers: made once per mesh."""
 
     world_id: bytes
     rank: int

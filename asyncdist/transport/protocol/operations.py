@@ -1,4 +1,4 @@
-"""Sends and receives: what is posted, the states of each, who is told of its end, and what it raises.
+"""Sends and receives: what is posted, the states of each, the sink that is told of its end, and what it raises.
 
 A change of state is a plain store. Tests check each against tables (`tests/kits/message_states.py`), and show that all
 occur.
@@ -33,7 +33,7 @@ __all__ = [
 
 
 class Sink(Protocol):
-    """Who is told what became of a send or a receive.
+    """Is told what became of a send or a receive.
 
     `token` is what the poster chose. Each operation gets exactly one of sent, received or failed, unless its post
     said that it was complete already, it was withdrawn, or its group was dropped. Calls come from inside the
@@ -178,8 +178,8 @@ class Receive:
 class Stream:
     """A message on its way into `view`: pulled, or eager and only partly here.
 
-    `receive` and `view` are None once nobody wants it: the rest is thrown away. `early_key` is set while it is an early
-    pull without an answer.
+    `receive` and `view` are None once the message is given up: the rest is thrown away. `early_key` is set while the
+    stream is an early pull without an answer.
     """
 
     receive: Receive | None

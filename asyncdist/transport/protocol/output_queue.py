@@ -86,7 +86,7 @@ class OutputQueue:
         self.writer: Writer = refuse
         self._arm: Arm = nothing
         self.clear = False
-        self.urgent = False  # something waits that nobody else will cause to be written
+        self.urgent = False  # something waits that only `kick` causes to be written
         self.flushing = False
         self.broken = False
         self.closed = False  # GOODBYE is queued: nothing may follow it
@@ -143,7 +143,7 @@ class OutputQueue:
         """Queue a frame that keeps its place among messages.
 
         With `op` alone, its payload follows the head. With `offer_id`, the head offers `op` under that id and is left
-        out if `op._id` has become another by the time it is written: an offer nobody may answer must not be made.
+        out if `op._id` has become another by the time it is written: such an offer must not be made.
         """
         if self.closed:
             return

@@ -4,7 +4,7 @@ A message that comes before its receive waits in the unexpected queue, an eager 
 receive that meets an offer pulls the message. A `Stream` takes the bytes of a message into place. The receive of a
 collective's long message pulls early, before the offer, as its key is unique: that saves a round trip. The id of an
 early pull is chosen here, that of an offered message by the sender. An id is in use until the sender ends the stream,
-even if nobody wants the message any more: so both ends agree on the ids in use. Each receive is in one state:
+even after the message is given up: so both ends agree on the ids in use. Each receive is in one state:
 
     POSTED        it waits for its message, or was refused in its post
                   -> PULLED_EARLY in its post; STREAMING at an offer or part of a message, RECEIVED at a whole one;
@@ -133,7 +133,7 @@ class Receiver:
         return True
 
     def put_back(self, receive: Receive, payload: bytes) -> None:
-        """Undo `receive`, a point-to-point receive of `payload` that has ended well but nobody took notice of.
+        """Undo `receive`, a point-to-point receive of `payload` that has ended well, but without a waiter.
 
         The message goes to the receive posted next for its key, or waits for one ahead of all others of that key.
         """
@@ -539,7 +539,7 @@ class Pulls:
         del self.by_id[message_id]
 
     def abort(self, message_id: int) -> Receive | None:
-        """The sender ended the stream before its time; returns who was waiting for it."""
+        """The sender ended the stream before its time; returns the receive that waits for it."""
         stream = self.by_id.pop(message_id)
         if stream.offset:
             self.begun -= 1

@@ -221,7 +221,7 @@ class Sender:
             self._early_pulls.add(key, length, message_id)
 
     def on_discard(self, message_id: int, *, ended: bool) -> None:
-        """DISCARD: nobody wants this message, or the rest of it. Unknown ids are streams that ended meanwhile.
+        """DISCARD: the peer gives this message up, or the rest of it. Unknown ids are streams that ended meanwhile.
 
         `ended`: as its group has there, whose messages between two ranks are told so.
         """
@@ -486,7 +486,7 @@ class Offers:
         return op
 
     def drop_group(self, group: bytes) -> None:
-        """Nobody here wants the messages of `group` delivered any more; their payload is free."""
+        """Drop the messages of `group`; their payload is free."""
         for op in self._by_id.values():
             if op.key.startswith(group):
                 op.drop()

@@ -1,1 +1,1 @@
-"""Memory that the ranks of a host share: segments, how they are passed on, what lies in them, and who is woken."""
+"""Memory that the ranks of a host share: segments, how they are passed on, what lies in them, and wake-ups."""

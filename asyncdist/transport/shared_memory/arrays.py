@@ -57,7 +57,7 @@ class _Arena:
         return -1
 
     def give(self, begin: int, nbytes: int) -> None:
-        """That is free again."""
+        """These bytes are free again."""
         holes, end = self.holes, begin + nbytes
         insort(holes, (begin, end))
         index = holes.index((begin, end))

@@ -1,7 +1,7 @@
 """The doorbell: how ranks that share memory wake each other's event loops. Linux only.
 
-A rank has one eventfd, which all its peers hold, and one page that they can read: its `asleep` word. Who has put
-something into shared memory looks at that word and rings only if it is set; a task that looks anyway (spinning in
+A rank has one eventfd, which all its peers hold, and one page that they can read: its `asleep` word. A rank that has
+put something into shared memory looks at that word and rings only if it is set; a task that looks anyway (spinning in
 `Work.__await__`) clears it until its loop turns. A ring too many is harmless, one too few costs `RECHECK_S`.
 """
 
@@ -24,10 +24,11 @@ _ASLEEP: Final = 0
 
 
 class Doorbell:
-    """Ours: what peers ring. Pollers are called, in turn, whenever there may be something to see.
+    """What the peers of this rank ring. Pollers are called, in turn, whenever there may be something to see.
 
-    A poller takes what is there, returns whether there was anything, and must not raise. `on_end` is called when nobody
-    hears it any more: this is closed, or the loop is without that, or both are garbage; then perhaps in another thread.
+    A poller takes what is there, returns whether there was anything, and must not raise. `on_end` is called when no
+    loop hears the bell any more: it is closed, or its loop was closed, or both are garbage; then perhaps in another
+    thread.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, fds: SocketSet, on_end: Callable[[], None]) -> None:
@@ -36,7 +37,7 @@ class Doorbell:
         self.rings = 0
         self._pollers: tuple[tuple[Callable[[], bool], Callable[[], bool]], ...] = ()
         self.awake = False
-        """Whether nobody need ring until the loop turns."""
+        """Whether no peer need ring until the loop turns."""
         self.page = Segment(PAGE_BYTES, fds, "asyncdist-doorbell")
         try:
             self.eventfd = fds.add_fd(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
@@ -51,7 +52,7 @@ class Doorbell:
     def add(self, poller: Callable[[], bool], look: Callable[[], bool] | None = None) -> None:
         """Call `poller` from now on.
 
-        One that has a `look` comes before all that have none, and whoever looks again and again calls that instead: it
+        A poller with a `look` comes before those without. A task that looks again and again calls `look` instead, which
         may leave to the next call of `poller` what can wait until then.
         """
         if look is None:
@@ -81,7 +82,7 @@ class Doorbell:
                 return
 
     def stay_awake(self) -> None:
-        """Nobody need ring until the loop turns, as this task looks by itself, now and with its next operations."""
+        """No peer need ring until the loop turns, as this task looks by itself, now and with its next operations."""
         if not self.awake:
             self.awake = True
             self._words[_ASLEEP] = 0

@@ -5,9 +5,9 @@ orders matter:
 
 | writer | reader | what must hold |
 | --- | --- | --- |
-| payload, then its counter | the counter, then the payload | who sees the counter sees the payload |
+| payload, then its counter | the counter, then the payload | a reader that sees the counter sees the payload |
 | counter, then looks whether the reader is asleep | says it is asleep, then looks at the counter once more | one of the
-two sees the other: else the reader sleeps beside a message nobody rings for |
+two sees the other: else the reader sleeps beside a message that no ring announces |
 
 x86 keeps stores in order, loads in order, and a store behind an earlier load (TSO), so the first holds by itself; only
 a store followed by a load of another word may change places, which the second forbids. ARM promises none of it. So the
@@ -19,7 +19,7 @@ fence. On ARM nothing before the release moves behind it and nothing after the a
 between *two* such pairs is fenced from both sides: a release and a later acquire keep their order (they are RCsc on
 ARMv8). Hence one pair on x86 and two elsewhere.
 
-What a missed fence would do is caught as well: counters carry sequence numbers that must fit, and whoever sleeps looks
+What a missed fence would do is caught as well: counters carry sequence numbers that must fit, and a sleeper looks
 again after `RECHECK_S` without having been rung.
 """
 

@@ -34,13 +34,13 @@ __all__ = [
 ]
 
 PROCESS: Final = (1 << 48) - 1
-"""What stands for the memory of the lender's process where others name a segment. Offsets in it are addresses."""
+"""Stands for the memory of the sender's process in place of a segment's number. Offsets in it are addresses."""
 
 TOKEN_BYTES: Final = 16
 
 _GONE: Final = (errno.ESRCH, errno.EFAULT)
-"""What is said of a token whose process is not there, or is another. All else may come of one that is: a filter of
-system calls says what it was made to say."""
+"""Errors of reading a token whose process is not there, or is another. A process that is there may cause any other
+error, as filters of system calls choose theirs."""
 
 _PR_SET_PTRACER: Final = 0x59616D61
 _PR_SET_PTRACER_ANY: Final = (1 << 8 * ctypes.sizeof(ctypes.c_ulong)) - 1
@@ -54,7 +54,7 @@ class Token(NamedTuple):
 
 
 class Unreadable(Exception):
-    """What should have been read is not there. `gone`: nor is the process."""
+    """The memory to be read is not there. `gone`: the process is not there either."""
 
     def __init__(self, text: str, *, gone: bool) -> None:
         super().__init__(text)
@@ -146,7 +146,7 @@ class RemoteBytes:
 
 
 class OwnMemory:
-    """What we let others read, as long as this is there. For one thread."""
+    """The memory of this process that others may read, as long as this object exists. For one thread."""
 
     def __init__(self) -> None:
         self._octets = octets = ctypes.create_string_buffer(secrets.token_bytes(TOKEN_BYTES), TOKEN_BYTES)
@@ -156,7 +156,7 @@ class OwnMemory:
         self._ends = (_Span * 2)(_Span(0, 1), _Span(0, 1))
 
     def readable(self, address: int, nbytes: int) -> bool:
-        """Whether others could read that, going by its ends: memory of a device, which is mapped whole, nobody can."""
+        """Whether other processes could read that, by its ends. Memory of a device, mapped whole, they cannot."""
         self._ends[0].address, self._ends[1].address = address, address + nbytes - 1
         return _readv(os.getpid(), self._here, 1, self._ends, 2, 0) == 2
 

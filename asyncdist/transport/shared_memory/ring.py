@@ -1,6 +1,6 @@
 """A byte stream through shared memory, one writer and one reader, as a core: it neither waits nor wakes anybody.
 
-Each side of a pair owns a half: control words and the ring of the stream it writes. Nobody writes into the other's.
+Each side of a pair owns a half: control words and the ring of the stream it writes. Neither writes into the other's.
 
 | offset in a half | word | written by its owner |
 | --- | --- | --- |

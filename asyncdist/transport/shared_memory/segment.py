@@ -17,8 +17,8 @@ Descriptors of segments are passed in parcels, beside a stream between two ranks
 | SEGMENT | segment | from now on `number` names a segment of `size` bytes in what the sender refers to |
 | ARENA | segment | the same, of arrays: what lies in it may be exposed once the peer says MAPPED |
 
-Both sides open with SETUP or REFUSAL. Who has said SETUP and hears it answers READY, or REFUSAL if the descriptors did
-not arrive or cannot be mapped; memory is shared if both said READY.
+Both sides open with SETUP or REFUSAL. A side that has said SETUP and hears SETUP answers READY, or REFUSAL if the
+descriptors did not arrive or cannot be mapped. Memory is shared if both said READY.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _SEAL_SHRINK: Final = 0x2
 _SEAL_GROW: Final = 0x4
 _SEAL_FUTURE_WRITE: Final = 0x10
 _MAPPING: Final[dict[str, Any]] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
-"""Older versions keep a descriptor of their own open per mapping, which nobody needs."""
+"""Older versions keep a descriptor of their own open per mapping, which has no use here."""
 _SEALS: Final = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW | _SEAL_FUTURE_WRITE
 
 SETUP: Final = 1
@@ -154,7 +154,7 @@ def segments_available() -> bool:
 
 
 class Parcel(NamedTuple):
-    """One record. Whoever takes it owns the descriptors: none of them where this process could take no more."""
+    """One record. Its taker owns the descriptors: none where this process could take no more."""
 
     kind: int
     number: int
@@ -212,6 +212,6 @@ class ParcelReader:
 
 
 def close_all(fds: Iterable[int]) -> None:
-    """Close descriptors that nobody owns."""
+    """Close descriptors without an owner."""
     for fd in fds:
         os.close(fd)
