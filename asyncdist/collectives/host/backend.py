@@ -181,10 +181,6 @@ class HostBackend(GroupBackend):
         """What each rank has for items in the lane of a tag; nothing where there is none, or not yet."""
         return NO_LANE if self._lanes is None else self._lanes.lane_memory(tag)
 
-    def knows(self, operation: object, work: CollectiveWork) -> bool:
-        """Whether `operation` has been neither dropped nor aborted."""
-        return self.running.get(work.key) is operation
-
     def forget(self, work: CollectiveWork) -> None:
         """An operation has ended well."""
         del self.running[work.key]

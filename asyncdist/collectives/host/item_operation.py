@@ -174,13 +174,13 @@ class ItemOperation(Execution):
         self._outputs[index] = Item(item.meta, copy.data)
 
         def copy_slice(start: int, stop: int) -> None:
-            if self._wanted():
+            if self._is_running():
                 copy[start:stop] = source[start:stop]
 
         run_sliced(self._loop, source.size, 1, copy_slice, lambda: self._copy_own(indices))
 
     def _deliver(self) -> None:
-        if not self._wanted():
+        if not self._is_running():
             return
         error: Exception | None = None
         try:
@@ -190,9 +190,9 @@ class ItemOperation(Execution):
         self._backend.forget(self._work)
         self._on_end(self._work, error)
 
-    def _wanted(self) -> bool:
+    def _is_running(self) -> bool:
         """Whether the backend still knows this operation: it forgets those that were aborted or refused."""
-        return self._backend.knows(self, self._work)
+        return self._backend.running.get(self._work.key) is self
 
 
 def _described(source: int, nbytes: int, meta: bytes) -> str:

@@ -109,11 +109,11 @@ class Operation(Execution):
         elements, op = call.outputs[0].elements, call.op
 
         def scale(start: int, stop: int) -> None:
-            if self._wanted():
+            if self._is_running():
                 reduction.prepare(op, elements[start:stop])
 
         def start() -> None:
-            if self._wanted():
+            if self._is_running():
                 self.start()
 
         run_sliced(self._loop, elements.size, elements.itemsize, scale, start)
@@ -134,7 +134,7 @@ class Operation(Execution):
         elements, world = call.outputs[0].elements, len(self._backend.ranks) * call.shares
 
         def divide(start: int, stop: int) -> None:
-            if self._wanted():
+            if self._is_running():
                 reduction.finish(ReduceOp.AVG, elements[start:stop], world)
 
         run_sliced(self._loop, elements.size, elements.itemsize, divide, self._deliver)
@@ -155,7 +155,7 @@ class Operation(Execution):
         self._spare = None
 
     def _deliver(self) -> None:
-        if not self._wanted():
+        if not self._is_running():
             return
         split, start = self._split, 0
         error: Exception | None = None
@@ -170,9 +170,9 @@ class Operation(Execution):
         self._backend.forget(self._work)
         self._on_end(self._work, error)
 
-    def _wanted(self) -> bool:
+    def _is_running(self) -> bool:
         """Whether the backend still knows this operation: it forgets those that were aborted or refused."""
-        return self._backend.knows(self, self._work)
+        return self._backend.running.get(self._work.key) is self
 
     def _bind_outputs(self, call: Call, aligned: bool) -> Bound:
         if call.pieces is not None:

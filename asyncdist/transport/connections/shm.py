@@ -281,7 +281,7 @@ class ShmConnection(Connection):
                     break
                 received += nbytes
                 frames += self._updated(nbytes)
-                if nbytes >= PART_BYTES and reader.wanted():
+                if nbytes >= PART_BYTES and reader.writer_waits():
                     self._ring()
                 if reader.words[SENT] == reader.taken:
                     break
@@ -293,7 +293,7 @@ class ShmConnection(Connection):
         self.bytes_received += received
         if self._sock is None:
             return
-        if reader.wanted():
+        if reader.writer_waits():
             self._ring()
         if self.zero_copy.copies and not self._copying:
             self._copy()
@@ -330,7 +330,7 @@ class ShmConnection(Connection):
         if not self._blocked and self._sock is not None and writer is not None:
             self._blocked = True
             try:
-                room = writer.want()
+                room = writer.wait_for_room()
             except RemoteProtocolError as error:
                 self._loop.call_soon(self._end, error)
                 return

@@ -352,7 +352,7 @@ class Sender:
         return done
 
     def _undelivered(self) -> bool:
-        return self._offers.wanted or any(w.holding for w in self.windows) or self.queue.exposing
+        return self._offers.unanswered or any(w.holding for w in self.windows) or self.queue.exposing
 
     @property
     def has_output(self) -> bool:
@@ -456,7 +456,7 @@ class Offers:
         return self._by_id.get(message_id)
 
     @property
-    def wanted(self) -> bool:
+    def unanswered(self) -> bool:
         """Whether anyone here still waits for an answer."""
         return any(op.state < _SENT for op in self._by_id.values())
 

@@ -90,7 +90,7 @@ class RingWriter:
             self._sent = self._own[SENT] = sent
         return sent - start
 
-    def want(self) -> bool:
+    def wait_for_room(self) -> bool:
         """Ask the reader to say when it has made room. True: there is some already, and it need not."""
         self._wanting = True
         self._own[_WANTING] = 1
@@ -162,7 +162,7 @@ class RingReader:
         self.taken = self._own[_TAKEN] = taken + length
         return length
 
-    def wanted(self) -> bool:
+    def writer_waits(self) -> bool:
         """Whether the writer waits for room and there is enough of it to be worth waking it: half a ring.
 
         To be asked whenever reading stops, which it does at the latest when the ring is empty.

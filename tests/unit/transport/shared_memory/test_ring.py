@@ -65,16 +65,16 @@ def test_a_full_ring_takes_no_more_until_some_of_it_was_read() -> None:
 def test_a_reader_is_asked_for_room_and_says_when_half_the_ring_is_free() -> None:
     writer, reader, _, _ = pair()
     writer.write([bytes(RING_BYTES)], silent)
-    assert not reader.wanted()
-    assert not writer.want()
+    assert not reader.writer_waits()
+    assert not writer.wait_for_room()
     reader.read_into(memoryview(bytearray(RING_BYTES // 2 - 1)))
-    assert not reader.wanted(), "not worth a wake-up yet"
+    assert not reader.writer_waits(), "not worth a wake-up yet"
     reader.read_into(memoryview(bytearray(1)))
-    assert reader.wanted()
+    assert reader.writer_waits()
     assert writer.write([b"x"], silent) == 1
     reader.read_into(memoryview(bytearray(1)))
-    assert not reader.wanted(), "it has got its room"
-    assert writer.want(), "there is room, so nobody need say so"
+    assert not reader.writer_waits(), "it has got its room"
+    assert writer.wait_for_room(), "there is room, so nobody need say so"
 
 
 @pytest.mark.parametrize("taken", [RING_BYTES + 1, 1 << 63, (1 << 64) - 1])
@@ -133,10 +133,10 @@ def test_control_words_that_are_anything(seed: int) -> None:
                 half = rng.choice((writers, readers))
                 put(half, rng.choice((SENT, TAKEN, WANTING)), rng.choice((0, 1, 63, 64, 65, rng.randrange(1 << 64))))
                 assert 0 <= writer.write([bytes(rng.randint(1, 100))], silent) <= RING_BYTES
-                writer.want()
+                writer.wait_for_room()
                 buffer = memoryview(bytearray(rng.randint(1, 100)))
                 assert 0 <= reader.read_into(buffer) <= len(buffer)
-                reader.wanted()
+                reader.writer_waits()
         except RemoteProtocolError:
             pass
 
