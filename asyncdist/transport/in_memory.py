@@ -127,7 +127,7 @@ class _Direction:
             try:
                 core.buffer_updated(nbytes)
             except RemoteProtocolError as error:
-                self._target.link_broken(self._source.rank, error)
+                self._target.break_pair(self._source.rank, error)
             if self._closed:
                 return
         self._target.link_moved(self._source.rank)
@@ -207,7 +207,7 @@ class MemoryNetwork:
         other = self._meshes[mesh.world_id, rank]
         if not mesh.link_wanted(rank):
             return
-        if other.gone:
+        if other.closing:
             mesh.link_refused(rank, left=other.has_left)
         else:
             MemoryLink(self, mesh, other).open()
@@ -259,11 +259,6 @@ class MemoryMesh(BaseMesh):
         self.has_left = False
         self._network = network
         self._peers: dict[int, _Peer] = {}
-
-    @property
-    def gone(self) -> bool:
-        """Whether no peer can connect any more."""
-        return self._closing
 
     async def listen(
         self, ips: Sequence[str] = ("127.0.0.1",), advertised: Sequence[Endpoint] = (), *, accept: bool = True
@@ -388,11 +383,6 @@ class MemoryMesh(BaseMesh):
         else:
             self._peer_lost(rank, ConnectionResetError(NO_GOODBYE))
 
-    def link_broken(self, rank: int, error: RemoteProtocolError) -> None:
-        """`rank` broke the protocol."""
-        if not self._peers[rank].ended:
-            self._peer_lost(rank, error)
-
     # -- inside
 
     def _peer_left(self, rank: int) -> None:
@@ -400,7 +390,6 @@ class MemoryMesh(BaseMesh):
         self._finish(rank, "left", error)
         self._source_gone(rank, error)
         self._owner.peer_left(rank)
-        self._look_for_end()
 
     def _peer_lost(self, rank: int, cause: Exception) -> None:
         error = PeerLostError(f"rank {self.rank} lost rank {rank}: {cause}", rank)
@@ -408,7 +397,6 @@ class MemoryMesh(BaseMesh):
         self._finish(rank, "lost", error)
         self._source_gone(rank, error)
         self._owner.peer_lost(rank, error)
-        self._look_for_end()
 
     def _finish(self, rank: int, state: str, error: Exception) -> None:
         peer = self._peers[rank]

@@ -555,20 +555,20 @@ class SharedSteps:
             end = begin + max(1, PART_BYTES // itemsize) * itemsize
         if end - begin < nbytes:
             target = target[begin // itemsize : end // itemsize]
-        if isinstance(item, RemoteBytes):
-            copy = partial(item.read, offset, target)
-            if step.kind != FETCH:
-                kernel, staging = execution.kernel, self._staging
-                assert kernel is not None, "a plan that reduces was given no reduction"
-                if staging is None:
-                    staging = execution.pool.take(max(1, READ_BYTES // itemsize) * itemsize)
-                    self._staging = staging
-                copy = partial(item.reduce, offset, target, staging, kernel, step.left)
-        else:
+        fetches = step.kind == FETCH
+        if not isinstance(item, RemoteBytes):
             source = np.frombuffer(item, target.dtype, target.size, offset)
-            copy = partial(np.copyto, target, source)
-            if step.kind != FETCH:
-                copy = partial(execution.reduce, source, target, step.left)
+            copy = (
+                partial(np.copyto, target, source) if fetches else partial(execution.reduce, source, target, step.left)
+            )
+        elif fetches:
+            copy = partial(item.read, offset, target)
+        else:
+            staging = self._staging
+            if staging is None:
+                staging = self._staging = execution.pool.take(max(1, READ_BYTES // itemsize) * itemsize)
+            assert execution.kernel is not None, "a plan that reduces was given no reduction"
+            copy = partial(item.reduce, offset, target, staging, execution.kernel, step.left)
         try:
             if not items.take(operation, step.peer, step.source, copy, last=end == nbytes):
                 return ELSEWHERE  # given up, and its memory may have changed under our hands

@@ -14,10 +14,10 @@ import socket
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
 from asyncdist.errors import ClosedError, RemoteProtocolError
-from asyncdist.transport.fork import SocketSet
+from asyncdist.transport.context import MeshContext
 from asyncdist.transport.keepalive import set_keepalive
 from asyncdist.transport.protocol.frame import MAX_CALL_BYTES
 from asyncdist.transport.protocol.operations import NO_GOODBYE
@@ -28,6 +28,7 @@ __all__ = [
     "UNSENT_BYTES",
     "Connection",
     "LoopbackConnection",
+    "OnEnd",
     "StreamConnection",
     "limit_unsent",
     "send_unpaced",
@@ -44,6 +45,9 @@ MAX_QUEUED_BYTES: Final = 2 * MAX_CALL_BYTES
 """Bytes on their way to ourselves before the writer says it is full, as a socket's buffer would."""
 
 
+OnEnd: TypeAlias = Callable[["Connection", Exception | None], None]
+
+
 class Connection(ABC):
     """Moves bytes between `core` and its peer until either side ends it; its socket tells when the peer has gone.
 
@@ -51,18 +55,12 @@ class Connection(ABC):
     (its GOODBYE came) or if we had said goodbye and it hung up. It is not called after `abort`.
     """
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        sock: socket.socket,
-        core: PeerCore,
-        label: str,
-        on_end: Callable[[Connection, Exception | None], None],
-    ) -> None:
+    def __init__(self, context: MeshContext, sock: socket.socket, core: PeerCore, label: str, on_end: OnEnd) -> None:
         self.label = label
         self.bytes_received = 0
         self.bytes_sent = 0
-        self._loop = loop
+        self._loop = context.loop
+        self._sockets = context.sockets
         self._sock: socket.socket | None = sock
         self._core = core
         self._on_end = on_end
@@ -162,17 +160,8 @@ def limit_unsent(sock: socket.socket) -> None:
 class StreamConnection(Connection):
     """A connection whose socket carries the frames themselves."""
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        sockets: SocketSet,
-        sock: socket.socket,
-        core: PeerCore,
-        label: str,
-        on_end: Callable[[Connection, Exception | None], None],
-    ) -> None:
-        super().__init__(loop, sock, core, label, on_end)
-        self._sockets = sockets
+    def __init__(self, context: MeshContext, sock: socket.socket, core: PeerCore, label: str, on_end: OnEnd) -> None:
+        super().__init__(context, sock, core, label, on_end)
         self._fd = sock.fileno()
         self._recv_into = sock.recv_into
         self._send = sock.send

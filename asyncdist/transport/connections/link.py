@@ -306,7 +306,7 @@ class Link:
 
     def _stream(self, sock: socket.socket) -> StreamConnection:
         context = self._context
-        connection = StreamConnection(context.loop, context.sockets, sock, self.core, self.label, self._ended)
+        connection = StreamConnection(context, sock, self.core, self.label, self._ended)
         if on_this_host(sock):
             send_unpaced(sock)
             crowded = lives_here(context.identity.world_id, self.rank)

@@ -18,7 +18,7 @@ from typing import Final
 
 from asyncdist.concurrency import trace as events
 from asyncdist.errors import ClosedError, RemoteProtocolError
-from asyncdist.transport.connections.connection import MAX_CALL_FRAMES, Connection
+from asyncdist.transport.connections.connection import MAX_CALL_FRAMES, Connection, OnEnd
 from asyncdist.transport.context import MeshContext
 from asyncdist.transport.host_memory import MIN_RING_BYTES, RING_BYTES
 from asyncdist.transport.protocol.frame import MAX_CALL_BYTES, Kind, pack_header
@@ -64,10 +64,10 @@ class ShmConnection(Connection):
         sock: socket.socket,
         core: PeerCore,
         label: str,
-        on_end: Callable[[Connection, Exception | None], None],
+        on_end: OnEnd,
         on_refused: Callable[[ShmConnection, socket.socket, str], None],
     ) -> None:
-        super().__init__(context.loop, sock, core, f"shm beside {label}", on_end)
+        super().__init__(context, sock, core, f"shm beside {label}", on_end)
         self.socket_label = label
         self.attached: dict[int, AttachedSegment | None] = {}  # by number; None: cannot be mapped here
         self._memory = context.memory
@@ -354,7 +354,7 @@ class ShmConnection(Connection):
         if sock is None:
             return False
         self._loop.remove_reader(sock.fileno())
-        self._memory.fds.close(sock)
+        self._sockets.close(sock)
         self._give_back()
         return True
 

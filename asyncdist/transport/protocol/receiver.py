@@ -93,7 +93,7 @@ class Receiver:
             ReceiveWindow(traffic, sender.queue, self._table, any_source.table) for traffic in range(TRAFFIC_CLASSES)
         )
         self._stalled = False  # the peer keeps messages of a traffic class back
-        self._unexpected = UnexpectedQueue(peer_rank, self, any_source, self.windows, watchers)
+        self._unexpected = UnexpectedQueue(self, any_source, watchers)
         self._queues = self._unexpected.queues
 
     # Posting

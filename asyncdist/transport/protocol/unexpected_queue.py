@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from asyncdist.errors import RemoteProtocolError
-from asyncdist.transport.protocol.flow_control import ReceiveWindow
 from asyncdist.transport.protocol.frame import (
     CREDIT_BYTES,
     MAX_OFFERS,
@@ -44,17 +43,12 @@ class UnexpectedQueue:
     """See the module. Messages are kept by key, in the order in which they came."""
 
     def __init__(
-        self,
-        peer_rank: int,
-        owner: Receiver,
-        any_source: AnySourceTable,
-        windows: tuple[ReceiveWindow, ...],
-        watchers: Mapping[bytes, UnexpectedWatcher],
+        self, owner: Receiver, any_source: AnySourceTable, watchers: Mapping[bytes, UnexpectedWatcher]
     ) -> None:
-        self._peer_rank = peer_rank
         self._owner = owner
+        self._peer_rank = owner.peer_rank
+        self._windows = owner.windows
         self._any_source = any_source
-        self._windows = windows
         self._watchers = watchers
         self._offers: dict[int, bytes] = {}  # the key of each
         self.queues: dict[bytes, deque[UnexpectedMessage]] = {}

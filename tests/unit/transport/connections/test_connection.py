@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,8 +79,7 @@ class Pair:
         self.sockets = SocketSet(lambda: None)
         self.ended: list[Exception | None] = []
         self.connection = StreamConnection(
-            asyncio.get_running_loop(),
-            self.sockets,
+            SimpleNamespace(loop=asyncio.get_running_loop(), sockets=self.sockets),
             self.sockets.add(sock),
             self.core,
             "test",
