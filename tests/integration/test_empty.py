@@ -167,7 +167,7 @@ async def main():
         work = dist.isend(x, 1) if group.rank == 0 else dist.irecv(x, 0)
         if group.rank == victim:
             core = group.world.mesh.cores[1 - group.rank]
-            while not (zero_copy.copies or core._sender.queue.lending):
+            while not (zero_copy.copies or core._sender.queue.exposing):
                 await asyncio.sleep(0)
             os.kill(os.getpid(), signal.SIGKILL)
         try:
