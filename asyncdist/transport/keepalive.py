@@ -13,6 +13,7 @@ it, looks just like that.)
 from __future__ import annotations
 
 import asyncio
+import errno
 import math
 import socket
 import struct
@@ -109,12 +110,17 @@ class KeepaliveWatch:
         for connection, watched in list(self._watched.items()):
             if connection in self._watched and self._is_silent(watched, now_s):
                 self.remove(connection)
-                watched.on_silent(
-                    TimeoutError(
-                        f"its host has acknowledged nothing for {self._limit_s:g} s, so it is down or cut off "
-                        "(ASYNCDIST_KEEPALIVE_S)"
-                    )
-                )
+                watched.on_silent(self._silence())
+
+    def explained(self, error: Exception) -> Exception:
+        """Return what broke a connection, in the words of `_look` where the kernel's own probes were unanswered."""
+        return self._silence() if isinstance(error, OSError) and error.errno == errno.ETIMEDOUT else error
+
+    def _silence(self) -> TimeoutError:
+        lasted = f" for {self._limit_s:g} s" if self._limit_s else ""
+        return TimeoutError(
+            f"its host has acknowledged nothing{lasted}, so it is down or cut off (ASYNCDIST_KEEPALIVE_S)"
+        )
 
     def _is_silent(self, watched: _Watched, now_s: float) -> bool:
         try:

@@ -338,7 +338,7 @@ class Link:
 
     def _ended(self, _connection: Connection, error: Exception | None) -> None:
         if error is not None:
-            self.break_off(error)
+            self.break_off(self._context.keepalive.explained(error))
         elif self.core.left:
             self._left()
         else:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import socket
 import sys
 from collections.abc import Callable
@@ -101,6 +103,16 @@ def test_a_host_that_acknowledges_nothing_is_lost_in_time(world: World, what: st
     assert LIMIT_S <= at_s - began_s <= LIMIT_S + 2 * LOOK_S
     assert "acknowledged nothing for 6 s" in str(error)
     assert "ASYNCDIST_KEEPALIVE_S" in str(error)
+
+
+@pytest.mark.parametrize(("limit_s", "lasted"), [(LIMIT_S, "nothing for 6 s,"), (0.0, "nothing,")])
+def test_a_time_out_of_the_kernel_is_said_in_the_same_words(world: World, limit_s: float, lasted: str) -> None:
+    """An idle connection is ended by the kernel's probes, which may be quicker than the watch."""
+    watch = KeepaliveWatch(world, limit_s)  # type: ignore[arg-type]
+    timed_out = OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+    assert f"its host has acknowledged {lasted} so it is down or cut off" in str(watch.explained(timed_out))
+    for other in (OSError(errno.ECONNRESET, os.strerror(errno.ECONNRESET)), TimeoutError("of a handshake")):
+        assert watch.explained(other) is other
 
 
 def test_whoever_acknowledges_now_and_then_is_there(world: World) -> None:
