@@ -36,8 +36,8 @@ help:
 	@echo "                withdrawn (SECONDS=600 on each transport), kill the store's daemon under load and judge"
 	@echo "                every answer (KILLS=200)"
 	@echo "                and fuzz both doors of the store daemon (FRAMES=1000000 at each)"
-	@echo "make multinode  run the demo on 3 nodes in containers, and an elastic job whose nodes come, are killed and are"
-	@echo "                cut off (as root; installs Debian's docker when missing)"
+	@echo "make multinode  run jobs on several hosts, namespaces and containers, that are killed, stopped, cut off, late or"
+	@echo "                wrong, and docker-compose.yml (as root; installs Debian's docker when missing)"
 	@echo "make gpu        test and measure on this machine's GPU in less than eight minutes: docs/benchmarks/gpu.md"
 	@echo "make clean      remove .venv and everything else that was built"
 
@@ -113,7 +113,7 @@ soak: $(VENV)/.dev
 	$(BIN)/python tests/soak/store_soak.py --kills $(KILLS)
 	$(BIN)/python tests/soak/fuzz_doors.py --frames $(FRAMES)
 
-multinode: $(VENV)/.base
+multinode: $(VENV)/.dev
 	bash tests/multinode/run.sh $(ARGS)
 
 # Without a GPU this says so and fails. Without a network: PIP_NO_INDEX=1 PIP_FIND_LINKS=folder make gpu, or, where some

@@ -52,6 +52,8 @@ def kind_of(code: str) -> str:
         return "mpi"  # see tests/integration/mpi
     if any(mark in code for mark in SCRIPTS):
         return "script"
+    if "ip netns" in code or "netns add" in code:
+        return "hosts"
     return "test" if re.search(r"^def test_", code, re.MULTILINE) else "fragment"
 
 
@@ -125,6 +127,12 @@ def test_tests_pass(code: str) -> None:
         names[name]()
 
 
+@pytest.mark.parametrize("code", of_kind("hosts"))
+def test_tests_on_several_hosts_are_python(code: str) -> None:
+    """tests/multinode runs them, as root."""
+    ast.parse(code)
+
+
 @pytest.mark.slow("runs the code of many pages on four ranks")
 def test_scripts_run_on_four_ranks(tmp_path: Path) -> None:
     scripts = []
@@ -189,3 +197,4 @@ def test_commands_have_the_options_that_pages_give_them(page: str, line: str) ->
 def test_there_is_something_to_check() -> None:
     assert len(commands()) > 20
     assert all(len(of_kind(kind)) > 2 for kind in ("fragment", "test", "script"))
+    assert of_kind("hosts")

@@ -1,28 +1,28 @@
 #!/usr/bin/env bash
-# Runs docker-compose.yml: the demo on three nodes of two ranks and a store daemon, in containers of a private network,
-# and then an elastic job on nodes that come, are killed and are cut off (elastic.sh).
+# Runs the scenarios of this folder on network namespaces and on containers, and docker-compose.yml.
 #
-#   bash tests/multinode/run.sh [--skip-without-engine]
+#   bash tests/multinode/run.sh [--skip-without-engine] [ARGUMENTS OF PYTEST]
 #
 # Nothing is pulled: the base image is a debootstrap of the release that this machine runs, from the mirror that apt
 # uses, and the wheels come from the host. Missing tools are installed from Debian's packages and an engine is started
-# where none runs, both as root. Afterwards containers, network and images are gone and the engine is stopped if it was
-# started here; .multinode/ (ignored by git) keeps the bare base system for the next run. The exit status is 0 if both jobs
-# went as they should.
+# where none runs, both as root. Afterwards hosts, networks and images are gone, however this ends, and the engine is
+# stopped if it was started here; .multinode/ (ignored by git) keeps the bare base system for the next run. Without an
+# engine --skip-without-engine runs the scenarios on namespaces alone.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 exec </dev/null
 
-readonly PROJECT=asyncdist-multinode
-readonly NODES=(node0 node1 node2)
-readonly IMAGES=(asyncdist-server:multinode asyncdist-node:multinode "$PROJECT-base:latest")
-readonly ENGINE_START_S=60 SHORT_S=60 UP_S=120 DEMO_S=180 BOOTSTRAP_S=900
+readonly PREFIX=mn$$ # begins the names of all hosts: see tests/kits/host_kit.py
+readonly IMAGES=(asyncdist-server:multinode asyncdist-node:multinode asyncdist-base:multinode)
+readonly ENGINE_START_S=60 SCENARIOS_S=660 BOOTSTRAP_S=900
 readonly CACHE=$PWD/.multinode
 readonly PYTHON=$PWD/.venv/bin/python
 
 state=     # folder of the engine started here
 engine=    # its process id
 service=   # 1: the package's installation started the system's engine
+scenarios= # process id, and group, of pytest
+images=    # 1: there is an engine that may have some of ours
 
 say() { printf '\n== %s\n' "$*"; }
 
@@ -35,29 +35,36 @@ frame() {
 }
 
 no_engine() {
-  frame "THE MULTI-NODE TEST DID NOT RUN: no container engine can be installed here." "$@"
-  [[ ${SKIP_WITHOUT_ENGINE:-} ]] && exit 0
-  exit 1
+  frame "NO SCENARIO RAN ON CONTAINERS: no container engine can be installed here." "$@"
+  [[ ${SKIP_WITHOUT_ENGINE:-} ]] || exit 1
+  run_scenarios -k "not containers and not compose"
+  exit
 }
 
-compose() { # SECONDS ARGUMENTS...
-  local limit=$1 command=(docker-compose)
-  shift
-  command -v docker-compose >/dev/null || command=(docker compose)
-  timeout --kill-after=10 "$limit" "${command[@]}" --project-name "$PROJECT" --env-file "$CACHE/env" "$@"
+remove_namespaces() {
+  local name
+  for name in $(ip netns list 2>/dev/null | awk -v prefix="$PREFIX-" 'index($1, prefix) == 1 { print $1 }'); do
+    ip netns pids "$name" | xargs --no-run-if-empty kill -KILL
+    ip netns del "$name"
+  done
 }
+
+remove_containers() {
+  docker ps --all --quiet --filter "name=^$PREFIX-" | xargs --no-run-if-empty docker rm --force --volumes
+  docker network ls --quiet --filter "name=^$PREFIX-" | xargs --no-run-if-empty docker network rm
+  docker volume ls --quiet --filter "name=^$PREFIX-" | xargs --no-run-if-empty docker volume rm
+  docker image rm --force "${IMAGES[@]}"
+} >/dev/null 2>&1
 
 clean_up() {
   local status=$?
   trap - EXIT
   trap '' INT TERM
   set +e
-  if [[ -f $CACHE/env ]]; then
-    say "removing containers, network and images"
-    ((${#started[@]})) && docker rm --force "${started[@]}" >/dev/null 2>&1
-    compose "$SHORT_S" down --volumes --timeout 5 >/dev/null 2>&1
-    docker image rm --force "${IMAGES[@]}" >/dev/null 2>&1
-  fi
+  if [[ $scenarios ]]; then kill -KILL -- "-$scenarios" 2>/dev/null; fi
+  say "removing hosts, networks and images"
+  remove_namespaces
+  if [[ $images ]]; then remove_containers; fi
   if [[ $engine ]]; then
     kill "$engine" && wait "$engine"
   fi
@@ -69,13 +76,13 @@ clean_up() {
     systemctl stop docker.socket docker.service
   fi
   mount | awk -v rootfs="$CACHE/rootfs/" 'index($3, rootfs) == 1 { print $3 }' | sort -r | xargs --no-run-if-empty umount
-  rm -rf "$CACHE/env" "$CACHE/context" "$CACHE/rootfs"
+  rm -rf "$CACHE/context" "$CACHE/rootfs" "${TMPDIR:-/tmp}/$PREFIX-"*
   exit "$status"
 }
 
 install_tools() {
   local missing=() tool
-  for tool in dockerd docker docker-compose debootstrap iptables; do
+  for tool in dockerd docker docker-compose debootstrap iptables ip; do
     [[ $tool == docker-compose ]] && docker compose version >/dev/null 2>&1 && continue
     [[ $tool == dockerd ]] && docker info >/dev/null 2>&1 && continue
     command -v "$tool" >/dev/null || missing+=("$tool")
@@ -86,7 +93,7 @@ install_tools() {
   command -v apt-get >/dev/null || no_engine "Missing: ${missing[*]}, and there is no apt-get."
   apt-get -qq update || no_engine "apt-get update failed."
   DEBIAN_FRONTEND=noninteractive apt-get -qq install --yes --no-install-recommends \
-    docker.io docker-compose debootstrap iptables >"$CACHE/apt.log" 2>&1 ||
+    docker.io docker-compose debootstrap iptables iproute2 >"$CACHE/apt.log" 2>&1 ||
     { tail -n 20 "$CACHE/apt.log" >&2; no_engine "apt-get install docker.io docker-compose debootstrap failed."; }
   command -v docker >/dev/null || apt-get -qq install --yes --no-install-recommends docker-cli >>"$CACHE/apt.log" 2>&1 ||
     no_engine "apt-get install docker-cli failed."
@@ -140,7 +147,7 @@ import_base() {
   docker import "$tarball" "${IMAGES[2]}" >/dev/null
 }
 
-# Wheels for the image's Python, which may be another than the host's.
+# Wheels for the image's Python, which may be another than the host's; ml-dtypes is for the program of all collectives.
 collect_wheels() {
   say "collecting wheels"
   local version
@@ -151,53 +158,41 @@ collect_wheels() {
   "$PYTHON" -m pip -qq --disable-pip-version-check wheel --no-deps --wheel-dir "$CACHE/context/dist" .
   local wheel=("$CACHE"/context/dist/asyncdist-*.whl)
   "$PYTHON" -m pip -qq --disable-pip-version-check download --only-binary=:all: --python-version "$version" \
-    --dest "$CACHE/context/dist" "${wheel[0]}[server]"
+    --dest "$CACHE/context/dist" "${wheel[0]}[server]" ml-dtypes
 }
 
-build_image() {
+build_image() { # NAME FILE
   DOCKER_BUILDKIT=0 docker build --quiet --network none --build-arg "BASE_IMAGE=${IMAGES[2]}" \
-    --build-arg PIP_NO_INDEX=1 --tag "$1" --file "$2" "$CACHE/context" >"$CACHE/build.log" 2>&1 ||
-    { cat "$CACHE/build.log" >&2; exit 1; }
+    --build-arg PIP_NO_INDEX=1 --build-arg PACKAGES=ml-dtypes --tag "$1" --file "$2" "$CACHE/context" \
+    >"$CACHE/build.log" 2>&1 || { cat "$CACHE/build.log" >&2; exit 1; }
 }
 
-show_logs() {
-  compose "$SHORT_S" ps
-  compose "$SHORT_S" logs --no-color
+# In a process group of its own, so that this shell hears of signals at once, and ends pytest and its workers.
+run_scenarios() { # ARGUMENTS OF PYTEST...
+  say "scenarios"
+  ASYNCDIST_TEST_HOSTS=$PREFIX setsid timeout --kill-after=10 "$SCENARIOS_S" "$PYTHON" -m pytest -q -n 3 -o faulthandler_timeout=300 \
+    --dist worksteal "${arguments[@]}" "$@" tests/multinode/test_*.py &
+  scenarios=$!
+  wait "$scenarios"
+  scenarios=
 }
 
-run_demo() {
-  say "store and ${#NODES[@]} nodes"
-  compose "$UP_S" up --detach --no-build store "${NODES[@]}" || { show_logs; return 1; }
-  local containers statuses failed=0
-  containers=$(compose "$SHORT_S" ps --quiet "${NODES[@]}")
-  # shellcheck disable=SC2086  # one word per container
-  statuses=$(timeout "$DEMO_S" docker wait $containers) || failed=1
-  if ((failed)) || grep -qvx 0 <<<"$statuses"; then
-    show_logs
-    say "FAILED: ${NODES[*]} exited with" ${statuses:-nothing, still running after "$DEMO_S" s}
-    return 1
-  fi
-  compose "$SHORT_S" logs --no-color "${NODES[0]}"
-  say "all nodes exited with status 0"
-}
-
-case ${1:-} in
-  --skip-without-engine) SKIP_WITHOUT_ENGINE=1 ;;
-  ?*) echo "usage: bash tests/multinode/run.sh [--skip-without-engine]" >&2; exit 2 ;;
-esac
-source tests/multinode/elastic.sh
+if [[ ${1:-} == --skip-without-engine ]]; then
+  SKIP_WITHOUT_ENGINE=1
+  shift
+fi
+arguments=("$@")
 mkdir -p "$CACHE"
 trap clean_up EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 install_tools
 start_engine
-(umask 077 && echo "ASYNCDIST_TOKEN=$("$PYTHON" -m asyncdist token)" >"$CACHE/env")
+images=1
 import_base
 collect_wheels
 say "building images"
 build_image "${IMAGES[0]}" server/Dockerfile
 build_image "${IMAGES[1]}" tests/multinode/Dockerfile
-run_demo
-run_elastic
+run_scenarios
 say "done in $SECONDS s"
