@@ -170,7 +170,7 @@ build_image() { # NAME FILE
 # In a process group of its own, so that this shell hears of signals at once, and ends pytest and its workers.
 run_scenarios() { # ARGUMENTS OF PYTEST...
   say "scenarios"
-  ASYNCDIST_TEST_HOSTS=$PREFIX setsid timeout --kill-after=10 "$SCENARIOS_S" "$PYTHON" -m pytest -q -n 3 -o faulthandler_timeout=300 \
+  ASYNCDIST_TEST_HOSTS=$PREFIX setsid timeout --kill-after=10 "$SCENARIOS_S" "$PYTHON" -m pytest -v -n 3 -o faulthandler_timeout=300 \
     --dist worksteal "${arguments[@]}" "$@" tests/multinode/test_*.py &
   scenarios=$!
   wait "$scenarios"
