@@ -52,7 +52,7 @@ class Compose:
         return self("logs", "--no-color")
 
     def until_said(self, pattern: str) -> None:
-        deadline_s = time.monotonic() + PATIENCE_S
+        deadline_s = time.monotonic() + 2 * PATIENCE_S
         while not re.search(pattern, self.logs()):
             assert time.monotonic() < deadline_s, f"nobody said {pattern!r}"
             time.sleep(0.5)
