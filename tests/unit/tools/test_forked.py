@@ -84,6 +84,13 @@ def test_it_is_told_the_same(tmp_path: Path) -> None:
         "import warnings; warnings.warn('hear')",
         "import sys; sys.stderr.write('said')",
         "def f():\n f()\nf()",
+        "import sys; sys.exit(-1)",
+        "import sys; sys.stdout.close()",
+        "import sys; sys.exit(True)",
+        "import os, sys; os.close(1); print('to nobody')",
+        "class Last:\n def __del__(self):\n  print('let go')\nlast = Last()",
+        "class Last:\n def __del__(self):\n  print('let go')\nlast = Last()\nlast.last = last",
+        "import threading, time; threading.Thread(target=time.sleep, args=(100,), daemon=True).start(); print('over')",
         "not python",
     ],
 )
@@ -94,6 +101,22 @@ def test_it_ends_the_same(code: str) -> None:
         output, errors = process.communicate(timeout=LIMIT_S)
         ends.append((process.returncode, output, errors.splitlines()[-1:], errors.count("Traceback")))
     assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("import socket; left = socket.socket()", "ResourceWarning: unclosed <socket.socket"),
+        (
+            "import asyncio; left = asyncio.new_event_loop(); task = left.create_task(asyncio.sleep(1))",
+            "Task was destroyed but it is pending!",
+        ),
+    ],
+)
+def test_what_the_program_has_left_open_is_told(code: str, told: str) -> None:
+    for kind in KINDS:
+        process = start(kind, "-c", "import warnings; warnings.simplefilter('always'); " + code)
+        assert told in process.communicate(timeout=LIMIT_S)[1], kind
 
 
 def test_a_module_is_run_the_same() -> None:
