@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
@@ -25,41 +25,45 @@ BUSY_S = 10.0
 FIRST_SEEDS = range(1000)
 
 
-def first(fits: Callable[[Program], bool]) -> int:
-    return next(seed for seed in FIRST_SEEDS if fits(program(seed)))
+def first(fits: Callable[[Program], bool]) -> Program:
+    return next(made for made in map(program, FIRST_SEEDS) if fits(made))
 
 
 def short(made: Program) -> bool:
     return made.size < 5 and sum(len(track.steps) for track in made.tracks) < 30
 
 
-def faulty(made: Program, kind: str) -> bool:
-    return short(made) and made.fault is not None and made.fault.kind == kind and made.fault.for_s < 2
+def faulty(kind: str) -> Callable[[Program], bool]:
+    return lambda made: short(made) and made.fault is not None and made.fault.kind == kind and made.fault.for_s < 2
 
 
-SEEDS = {
-    "two worlds": first(lambda made: short(made) and made.worlds == 2 and made.at_once and made.fault is None),
-    "stall": first(lambda made: short(made) and any(track.ending == "stall" for track in made.tracks)),
-    **{kind: first(lambda made, kind=kind: faulty(made, kind)) for kind in dict.fromkeys(FAULTS)},  # type: ignore[misc]
+def two_worlds(made: Program) -> bool:
+    return short(made) and made.worlds == 2 and made.at_once and made.fault is None
+
+
+KINDS: Mapping[str, Callable[[Program], bool]] = {
+    "two worlds": two_worlds,
+    "stall": lambda made: short(made) and any(track.ending == "stall" for track in made.tracks),
+    **{kind: faulty(kind) for kind in FAULTS},
 }
+SLOW = {"kill": pytest.mark.slow("the rank that hosts the store waits five seconds for the goodbye of who was killed")}
 
 
-@pytest.mark.parametrize("what", SEEDS)
+@pytest.mark.parametrize("what", [pytest.param(what, marks=SLOW.get(what, ())) for what in KINDS])
 def test_every_result_and_every_error_is_right(what: str) -> None:
-    made = program(SEEDS[what])
+    made = first(KINDS[what])
     assert not run_program(made, BUSY_S), str(made)
 
 
 def test_a_loss_that_the_program_does_not_explain_is_found() -> None:
-    made = program(SEEDS["two worlds"])
+    made = first(two_worlds)
     made.fault = Fault("kill", made.size - 1, 0.0)  # its ranks make the program of the seed, without
     assert f"lost rank {made.size - 1}" in run_program(made, BUSY_S)
 
 
 @pytest.mark.parametrize("kind", ["kill", "leave"])
 async def test_which_errors_a_fault_explains(kind: str) -> None:
-    seed = first(lambda made: made.fault is not None and made.fault.kind == kind)
-    made = program(seed)
+    made = first(lambda made: made.fault is not None and made.fault.kind == kind)
     assert made.fault is not None
     culprit, other = made.fault.rank, made.fault.rank + 1
     lost, left, gave_up = (

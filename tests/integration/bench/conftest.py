@@ -24,8 +24,9 @@ def _start(command: list[str], *, preexec_fn: Any, **options: Any) -> subprocess
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what tests bench/: it is run by .ci/run, and slow as it measures."""
+    folder = f"{Path(__file__).parent}/"
     for item in items:
-        if item.path.is_relative_to(Path(__file__).parent):
+        if str(item.path).startswith(folder):
             item.add_marker(pytest.mark.bench)
             item.add_marker(pytest.mark.slow("measures"))
 

@@ -28,6 +28,7 @@ async def one_round(mode: Mode, folder: Path, kills: int) -> Findings:
 
 
 @on_uvloop
+@pytest.mark.slow("kills or cuts off a daemon until its clients have met it again, twice")
 @pytest.mark.parametrize("name", ["cuts", "memory", "durable"])
 async def test_every_answer_can_be_explained(name: str, tmp_path: Path) -> None:
     findings = await one_round(MODES[name], tmp_path, 2)
@@ -104,6 +105,7 @@ async def test_lost_writes_are_found(tmp_path: Path) -> None:
 
 
 @on_uvloop
+@pytest.mark.slow("runs rounds until the fault is found")
 @pytest.mark.parametrize(
     ("program", "told"),
     [

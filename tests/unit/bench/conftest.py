@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what tests bench/."""
+    folder = f"{Path(__file__).parent}/"
     for item in items:
-        if item.path.is_relative_to(Path(__file__).parent):
+        if str(item.path).startswith(folder):
             item.add_marker(pytest.mark.bench)
