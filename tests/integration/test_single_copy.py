@@ -16,7 +16,7 @@ from asyncdist_server.wire.auth import new_token
 OFF = {"ASYNCDIST_SINGLE_COPY": "off"}
 
 FORMS = """
-import hashlib
+import zlib
 import ml_dtypes
 
 LAST = dist.ReduceOp.custom(lambda left, right: left * 0 + right, commutative=False, name="last")
@@ -26,8 +26,11 @@ async def main():
     async with dist.init_process_group() as group:
         rank, size, digests, read_by = group.rank, group.size, {}, {}
 
+        steps = np.arange(3 << 20) * 3 % 13
+
         def values(count, dtype=np.float64, salt=0, who=rank):
-            return ((np.arange(count) * 3 + 7 * who + salt) % 13).astype(dtype)
+            first = (7 * who + salt) * 9 % 13  # nine steps of three are one more than two rounds
+            return steps[first : first + count].astype(dtype)
 
         async def one(name, out, work):
             global reads
@@ -35,7 +38,7 @@ async def main():
             await work
             read_by[name] = reads - before
             arrays = out if isinstance(out, list) else [out]
-            digests[name] = hashlib.sha256(b"".join(x.tobytes() for x in arrays)).hexdigest()[:16]
+            digests[name] = [zlib.crc32(x.tobytes()) for x in arrays]
 
         bf16 = np.dtype(ml_dtypes.bfloat16)
         for op, dtype in (("SUM", np.float64), ("AVG", np.float32), ("MAX", np.int16), ("BXOR", np.uint8),

@@ -208,7 +208,7 @@ def test_what_was_altered_while_it_was_read_is_no_result(kind: str, tmp_path: Pa
 
 USED_AGAIN = """
 def limit_s():
-    return random.choice((0.2, random.random() * 0.008))
+    return random.choice((0.2, random.random() * 0.004))
 
 async def main():
     async with dist.init_process_group() as group:
@@ -227,7 +227,7 @@ async def main():
 
         for number in range(1, 21):  # tags whose messages nobody else meets
             await group.barrier()
-            x, got = np.full(2_000_000, rank + number), np.zeros(2_000_000, np.int64)
+            x, got = np.full(1_000_000, rank + number), np.zeros(1_000_000, np.int64)
             sent = group.isend(x, (rank + 1) % size, number, timeout=limit_s())
             received = group.irecv(got, (rank - 1) % size, number, timeout=limit_s())
             await asyncio.gather(end(sent, x, rank + number), end(received, got, (rank - 1) % size + number))

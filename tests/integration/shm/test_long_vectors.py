@@ -15,7 +15,7 @@ from asyncdist.plan.steps import RepeatedSteps
 async def main():
     async with dist.init_process_group() as group:
         world, rank = group.size, group.rank
-        part = 600_000 * 4 // world + 1  # elements of 8 bytes: two hundred chunks or so in all, the last ones short
+        part = 300_000 * 4 // world + 1  # elements of 8 bytes: a hundred chunks or so in all, the last ones short
         count = part * world
 
         def data(length, who):
