@@ -7,6 +7,7 @@ FRAMES ?= 1000000
 MUTANTS ?= 40000
 KILLS ?= 200
 SECONDS ?= 600
+WORKERS ?= 4
 GPU_PYTHON ?=
 FAKE ?=
 VENV := .venv
@@ -44,7 +45,7 @@ help:
 demo: $(VENV)/.base
 	$(BIN)/asyncdist run --nproc-per-node 4 examples/train_digits.py --compare $(ARGS)
 
-# Three side by side on two cores, as most of them wait: they begin with those that start processes, and elsewhere. Of
+# Four side by side on two cores, as most of them wait: they begin with those that start processes, and elsewhere. Of
 # tests with three parameters or more they run every pair of values, make sim every combination (tests/fewer_cases.py).
 # Those that interrupt the main thread need it for themselves. pytest's 1 means that tests failed; after anything worse
 # there is nothing that retest could put right; one that hangs ends its process, and so leaves no name in the last run.
@@ -53,7 +54,7 @@ LAST_FAILED := .pytest_cache/v/cache/lastfailed
 test: $(VENV)/.dev
 ifeq ($(strip $(ARGS)),)
 	@rm -f $(LAST_FAILED) .pytest_cache/unsteady; worst=0; \
-	ASYNCDIST_FEWER_CASES=1 $(BIN)/python -m pytest -q -n 3 --dist worksteal --ignore tests/unit/blocking tests || worst=$$?; \
+	ASYNCDIST_FEWER_CASES=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal --ignore tests/unit/blocking tests || worst=$$?; \
 	$(BIN)/python -m pytest -q tests/unit/blocking || { code=$$?; worst=$$((code > worst ? code : worst)); \
 	  grep -qs tests/unit/blocking $(LAST_FAILED) || worst=2; }; \
 	[ $$worst -le 1 ] || rm -f $(LAST_FAILED); exit $$worst

@@ -13,7 +13,7 @@ from typing import Any, Final
 __all__ = ["LOUD_S", "PROPERTY", "Durations", "remember"]
 
 LOUD_S: Final = 4.0
-"""Twice what needs a marker on a quiet machine: three workers share two cores."""
+"""Twice what needs a marker on a quiet machine: four workers share two cores."""
 
 PROPERTY: Final = "slow"
 """The name under which reports carry the reason."""
