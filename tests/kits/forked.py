@@ -2,8 +2,8 @@
 
 `forked.Popen` is `subprocess.Popen` for `python -c CODE` and `python -m MODULE`; `forked.run` waits for its end. What
 it starts is a child of this process, with an environment, a directory, cores and standard streams of its own, to be
-waited for and killed as any. Where a start itself is tested (importing, launching, spawning), start an interpreter, as
-this does where there is no Linux.
+waited for and killed as any. Where a start itself is tested (importing, launching, spawning), or what an interpreter
+does as its modules go, start an interpreter, as this does where there is no Linux.
 """
 
 from __future__ import annotations
