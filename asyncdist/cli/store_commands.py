@@ -19,7 +19,7 @@ from asyncdist.cli import SuggestingGroup
 from asyncdist.errors import DistError
 from asyncdist.launch.config import Endpoint, parse_endpoint
 from asyncdist.store import Store, TCPStore, TLSConfig, WaitingClient
-from asyncdist.store.arguments import decoded_key, encoded_key
+from asyncdist.store.base import decoded_key, encoded_key
 from asyncdist.store.credentials import load_tls
 from asyncdist.store.tcp_store import StoreObserver
 from asyncdist_server.wire.auth import load_token, read_token_file

@@ -1,7 +1,7 @@
-"""Whole numbers: as callers may give them, and the ids of groups.
+"""Integers: checks of arguments, and the ids of groups.
 
-Callers give ints, and numpy's, which is what ranks and sizes out of arrays are. A group's id has 64 bits, which all
-ranks derive alike, without a message, from the order in which groups are made.
+An argument may be an int or an integer of numpy, such as a rank taken from an array. A group's id has 64 bits. All
+ranks derive the same id without a message, from the order in which groups are made.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def spell_ranks(ranks: Sequence[int]) -> str:
 class SubgroupNames:
     """Numbers the groups made of one group.
 
-    Those that all its ranks make together are counted together, those that only members make by their ranks: so members
-    agree whatever else each of them has made.
+    Groups that all ranks make together have one counter. Groups that only their members make have a counter for each
+    list of ranks. So the members agree, whatever other groups each of them has made.
     """
 
     __slots__ = ("_counts", "_id", "_name")

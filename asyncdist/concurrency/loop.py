@@ -1,4 +1,4 @@
-"""run: the event loop at the edge of a program."""
+"""Event loops: `run` at the edge of a program, and what a forked child does with the loop and files of its parent."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import select
 import selectors
 import signal
 import sys
+import weakref
 from collections.abc import Callable, Coroutine, Iterable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from asyncdist.concurrency.trace import shorten_if_uncaught
 
-__all__ = ["forget_closed", "loop_factory", "prepare_fork", "run"]
+__all__ = ["Forkable", "close_in_forked_child", "forget_closed", "loop_factory", "prepare_fork", "run"]
 
 T = TypeVar("T")
 
@@ -39,10 +40,10 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
 
 
 def forget_closed(loop: asyncio.AbstractEventLoop, descriptors: Iterable[int]) -> None:
-    """In a forked child, let the loop that this thread ran forget descriptors, which are closed already.
+    """In a forked child, make the loop that this thread ran forget `descriptors`, which are closed already.
 
-    The child may run it on, to its end. What was to be watched from the next turn on, uvloop would ask the kernel for
-    then; that knows no such descriptor, and uvloop aborts the process.
+    The child may go on to run this loop. In its next turn uvloop would ask the kernel to watch the closed descriptors.
+    The kernel refuses, and uvloop aborts the process.
     """
     for descriptor in descriptors:
         for remove in (loop.remove_writer, loop.remove_reader):
@@ -52,10 +53,10 @@ def forget_closed(loop: asyncio.AbstractEventLoop, descriptors: Iterable[int]) -
 
 
 def _watch_apart(loop: asyncio.AbstractEventLoop) -> None:
-    """Give the loop of a forked child an epoll set of its own, with what it watches in its parent's.
+    """Give the loop of a forked child an epoll set of its own, a copy of its parent's.
 
-    In the one they share, the child would hear of its parent's new descriptors, at which uvloop aborts, and would end
-    the watch for what wakes the parent when it closes its loop.
+    With a shared set the child would get events of its parent's new descriptors, at which uvloop aborts. And a child
+    that closes its loop would remove the descriptor that wakes the parent.
     """
     if _fork_libuv(loop):
         return
@@ -72,17 +73,17 @@ def _watch_apart(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def prepare_fork(loop: asyncio.AbstractEventLoop) -> None:
-    """Find what `forget_closed` will need: in a forked child the linker's lock may be held for ever."""
+    """Load the function that `forget_closed` needs now: in a forked child the linker's lock may be held for ever."""
     uvloop = _uvloop_of(loop)
     if uvloop is not None:
         _uv_loop_fork(uvloop.__file__)
 
 
 def _fork_libuv(loop: asyncio.AbstractEventLoop) -> bool:
-    """Let libuv make all anew that its loop shares with the parent's, as it wants to be told; False if it cannot be.
+    """Call libuv's `uv_loop_fork`, which replaces all that the loop shares with the parent's; False if that fails.
 
-    Beside the epoll set that is a queue in shared memory (io_uring's), by which it asks the kernel to watch: used by
-    parent and child, it aborts either. uvloop does not tell libuv of forks.
+    Shared are the epoll set and io_uring's queue. If parent and child both use the queue, either aborts. uvloop itself
+    does not tell libuv of forks.
     """
     uvloop = _uvloop_of(loop)
     fork = None if uvloop is None or loop.is_closed() else _uv_loop_fork(uvloop.__file__)
@@ -90,14 +91,14 @@ def _fork_libuv(loop: asyncio.AbstractEventLoop) -> bool:
 
 
 def _uvloop_of(loop: asyncio.AbstractEventLoop) -> Any:
-    """uvloop's module, if the loop is one of its."""
+    """uvloop's module if `loop` is a uvloop loop, else None."""
     module = sys.modules.get("uvloop.loop")
     return module if module is not None and isinstance(loop, module.Loop) else None
 
 
 @lru_cache(maxsize=1)
 def _uv_loop_fork(file: str) -> Callable[[object], int] | None:
-    """libuv's function of that name, for what uvloop's `libuv_get_loop_t_ptr` gives; None where uvloop hides it."""
+    """libuv's `uv_loop_fork`, which takes the result of `libuv_get_loop_t_ptr`; None if uvloop does not export it."""
     try:
         fork = ctypes.CDLL(file).uv_loop_fork
     except (OSError, AttributeError):
@@ -174,3 +175,29 @@ def _is_running() -> bool:
     except RuntimeError:
         return False
     return True
+
+
+class Forkable(Protocol):
+    """An object whose descriptors a forked child must close, so that two processes never share a stream."""
+
+    def close_after_fork(self) -> None:
+        """Close this process's descriptors, touching neither event loop nor peer; later use raises ClosedError."""
+
+
+_open: weakref.WeakSet[Forkable] = weakref.WeakSet()
+_registered = False
+
+
+def close_in_forked_child(resource: Forkable) -> None:
+    """Call `resource.close_after_fork()` in every child forked from now on, as long as `resource` lives."""
+    global _registered
+    if not _registered:
+        os.register_at_fork(after_in_child=_close_all)
+        _registered = True
+    _open.add(resource)
+
+
+def _close_all() -> None:
+    for resource in list(_open):
+        resource.close_after_fork()
+    _open.clear()

@@ -1,12 +1,12 @@
-"""Tasks of the library: how they start, how they clean up to the end, and how they tell those who wait for long.
+"""Tasks: how they start, how cleanup runs to its end, and what is logged when a wait takes long.
 
-`start_task` is for loops of the program, which may have a task factory. `asyncio.eager_task_factory` runs a coroutine
-up to its first wait before it returns the task: a caller that keeps the task, and clears that place at its end, would
-do so in the wrong order.
+`start_task` is for the program's loops, which may have a task factory. `asyncio.eager_task_factory` runs a coroutine up
+to its first wait before it returns the task. If a coroutine clears the attribute that holds its task, and ends at once,
+the caller would set the attribute after that.
 
-`uninterrupted` is for cleaning up. `asyncio.shield` ends the waiting at the first cancellation: cleaning up then goes
-on unwatched, and what follows meets what it was to take away. Cancellations come in numbers: from a time-out within a
-task that is cancelled as well, and from a cancel scope of anyio at every await until its block is left.
+`uninterrupted` is for cleanup. `asyncio.shield` stops waiting at the first cancellation, and the code behind it would
+run before the cleanup is done. More than one cancellation is usual: a time-out inside a cancelled task adds one, and a
+cancel scope of anyio cancels at every await until its block is left.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ __all__ = ["PATIENCE_S", "start_task", "telling", "uninterrupted"]
 T = TypeVar("T")
 
 PATIENCE_S: Final = 15.0
-"""Processes that are started together are there sooner, also when each imports a large library first."""
+"""Processes that are started together meet sooner than this, even if each imports a large library first."""
 
 
 def start_task(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T], *, name: str) -> asyncio.Task[T]:
-    """Run `coroutine` as a task that begins once the caller has returned to the loop, whatever makes its tasks."""
+    """Run `coroutine` as a task that begins in a later turn of the loop, whatever the loop's task factory is."""
     if loop.get_task_factory() is None:
         return loop.create_task(coroutine, name=name)
     task = loop.create_task(_from_the_next_turn(coroutine), name=name)
@@ -41,8 +41,8 @@ async def _from_the_next_turn(coroutine: Coroutine[Any, Any, T]) -> T:
 async def uninterrupted(cleaning: Coroutine[Any, Any, T]) -> T:
     """Run `cleaning`, which must be bounded in time, to its end; return its result or raise what it raised.
 
-    Cancelling raises CancelledError in their place, once that end has come. Raises RuntimeError, and does nothing,
-    where no loop runs any more: whoever waits is destroyed after its loop.
+    If the caller is cancelled, CancelledError is raised instead once `cleaning` has ended. Raises RuntimeError, and
+    does nothing, if no loop runs any more: the caller is destroyed after its loop.
     """
     try:
         task = asyncio.get_running_loop().create_task(cleaning)
@@ -65,7 +65,7 @@ async def uninterrupted(cleaning: Coroutine[Any, Any, T]) -> T:
 
 
 def _ask(task: asyncio.Future[Any]) -> None:
-    """Nobody may ask what it raised: whoever waited was cancelled, or destroyed with its loop."""
+    """Read the exception, so that asyncio does not warn if the caller was cancelled or destroyed with its loop."""
     if not task.cancelled():
         task.exception()
 
@@ -76,7 +76,7 @@ def telling(tell: Callable[[], Coroutine[Any, Any, None]], after_s: float | None
     after_s = PATIENCE_S if after_s is None else after_s
     loop = asyncio.get_running_loop()
     tellers: list[asyncio.Task[None]] = []
-    # A timer and no task, and nothing awaited at the end: who cancels what is inside waits for nothing more.
+    # A timer instead of a task, and no await at the end: cancelling the block inside takes no further turn.
     timer = loop.call_later(after_s, lambda: tellers.append(loop.create_task(tell(), name="tells what is waited for")))
     try:
         yield

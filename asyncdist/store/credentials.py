@@ -20,7 +20,6 @@ __all__ = [
     "GivenTLS",
     "GivenToken",
     "TLSConfig",
-    "context_and_name",
     "credentials",
     "load_tls",
 ]
@@ -91,13 +90,6 @@ def load_tls(environ: Mapping[str, str] = os.environ) -> TLSConfig | None:
     return TLSConfig(
         ca_file=None if authority == SYSTEM else authority, cert_file=cert, key_file=key, server_hostname=name
     )
-
-
-def context_and_name(tls: TLSConfig | ssl.SSLContext, host: str) -> tuple[ssl.SSLContext, str]:
-    """Return the context for a connection to `host`, and whose certificate the daemon must have."""
-    if isinstance(tls, TLSConfig):
-        return tls.context(), tls.server_hostname or host.partition("%")[0]
-    return tls, host.partition("%")[0]
 
 
 class FromEnvironment(enum.Enum):

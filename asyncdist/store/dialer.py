@@ -1,4 +1,4 @@
-"""StoreDialer: tries to connect to the daemon until one connection stands, its token proven, or time is over."""
+"""StoreDialer: tries to connect to the daemon until a connection is open and proven, or the time is over."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from asyncdist.concurrency.deadline import Deadline
 from asyncdist.concurrency.tasks import telling
 from asyncdist.concurrency.trace import emit, info, tracing, warn
 from asyncdist.errors import ConnectTimeoutError, DistStoreError
-from asyncdist.store.byte_stream import ByteStream, StoreRefusedError, open_stream, prove
 from asyncdist.store.credentials import TLSConfig
 from asyncdist.store.pipeline import StoppingError
+from asyncdist.store.store_connection import ByteStream, StoreRefusedError, open_stream, prove
 from asyncdist_server.serving.sockets import format_address
 from asyncdist_server.wire.auth import AuthenticationError, ClientHandshake, Refusal, http_answer
 from asyncdist_server.wire.messages import (
@@ -41,7 +41,8 @@ ATTEMPT_TIMEOUT_S: Final = 10.0
 """One try to connect and shake hands: twice what the daemon allows for the handshake."""
 
 SILENCE_S: Final = 3.0
-"""After so much silence on a connection the dialer looks what is there: a store, busy or not, answers in a second."""
+"""After so much silence on a connection the dialer asks whether an HTTP server is there. Even a busy store
+answers within a second."""
 
 NO_STORE_ANSWERS: Final = "connected, but no store answers there"
 
@@ -54,8 +55,8 @@ TRANSIENT_REFUSALS: Final = frozenset({Refusal.TIMEOUT, Refusal.TOO_MANY_CONNECT
 """Refusals that trying again may cure."""
 
 SILENT_CLOSES: Final = 3
-"""After so many in a row people are told: it may be a proxy whose daemon is away, a daemon that is going away, or no
-store of ours, and nobody can tell from outside."""
+"""So many connections in a row that were closed without a word are logged. It may be a proxy whose daemon is away, a
+daemon that stops, or another program: the client cannot know."""
 
 
 ToRetry: TypeAlias = Callable[[], tuple[int, ...]]
@@ -71,7 +72,7 @@ class Dialled(NamedTuple):
 
 
 class StoreDialer:
-    """Where a client's daemon is, what proves that the client may talk to it, and the tries to connect to it."""
+    """The address of a client's daemon, the token and TLS for it, and the tries to connect to it."""
 
     def __init__(
         self, host: str, port: int, token: str | None, tls: TLSConfig | ssl.SSLContext | None, context: bytes
@@ -79,20 +80,20 @@ class StoreDialer:
         self.host = host
         self.port = port
         self.token = token
-        """Where none was given, the one that was proven to the first daemon, which all later ones must have."""
+        """If none was given: the token that was proven to the first daemon. All later daemons must have it."""
         self.own_user_only = False
         """Whether a store on loopback must have this user's token, where none was given."""
         self.client_id = secrets.token_bytes(CLIENT_ID_BYTES)
         self.ends_with = ""
-        """Whose daemon it is, if it ends with a process and comes back no more. Once nobody listens there after a
-        connection was lost, `connect` fails at once."""
+        """The name of the process with which the daemon ends for good; empty if there is none. If it is set, `connect`
+        fails at once when a connection was lost and nothing listens there any more."""
         self.on_end: Callable[[bool], None] | None = None
-        """Called then, with whether the daemon has said that it stops."""
+        """Called when `connect` fails so, with whether the daemon has said that it stops."""
         self.tls = tls
         self.silence_s = SILENCE_S
-        """How long a connection is silent before the dialer looks what is there, and how long that may take."""
+        """See `SILENCE_S`; also the time-out of asking."""
         self.tries = 0
-        """Since the last answer of the daemon: the next pause grows with them. Who gets an answer sets it to 0."""
+        """Tries since the daemon's last answer, at which `TCPClient` sets this to 0; the next pause grows with them."""
         self.lost: Exception | None = None
         """Why the last connection broke."""
         self._context = context
@@ -104,11 +105,10 @@ class StoreDialer:
         return f"store {format_address((self.host, self.port))}"
 
     async def connect(self, until: Deadline, to_retry: ToRetry, on_connected: Callable[[Dialled], None]) -> None:
-        """Try until that instant to connect; `on_connected` takes the connection.
+        """Try to connect until the deadline `until`, and give the connection to `on_connected`.
 
-        `to_retry` says which requests were sent before, for the daemon. Raises ConnectTimeoutError, and DistStoreError
-        where trying again is of no use. Cancelling it closes
-        what was begun.
+        `to_retry` returns the ids that the hello names. Raises ConnectTimeoutError; DistStoreError where another try is
+        of no use. Cancelling closes the connection that was begun.
         """
         trouble = Trouble()
         with telling(lambda: self._look_who_is_silent(trouble), self.silence_s):
@@ -163,7 +163,7 @@ class StoreDialer:
         await asyncio.sleep(min(pause_s, deadline - asyncio.get_running_loop().time()))
 
     async def _look_who_is_silent(self, trouble: Trouble) -> None:
-        """Once a connection was silent for long, see whether it is a server of HTTP: that waits to be asked."""
+        """Once a connection was silent for `silence_s`, ask whether an HTTP server is there: it speaks when asked."""
         loop = asyncio.get_running_loop()
         while loop.time() < trouble.connected_at + self.silence_s:  # noqa: ASYNC110 - tries come and go meanwhile
             await asyncio.sleep(self.silence_s / 2)
@@ -175,7 +175,7 @@ class StoreDialer:
                 self._attempt.reschedule(loop.time())
 
     async def _ask_for_http(self) -> str:
-        """Return what an HTTP server there answers, for people; empty if there is none. It waits to be asked."""
+        """Return what an HTTP server there answers, for people; empty if there is none."""
         try:
             async with asyncio.timeout(self.silence_s):
                 stream = await open_stream(self.host, self.port, None)
@@ -188,9 +188,9 @@ class StoreDialer:
             return ""
 
     async def _dial(self, hello: Hello, trouble: Trouble) -> Dialled:
-        """Connect, prove the token and introduce ourselves, once; `trouble` is told when there is a connection.
+        """Connect, prove the token and say hello, once; `trouble` notes when the connection is open.
 
-        Raises OSError for what may go away by itself and StoreRefusedError for what will not.
+        Raises OSError for a failure that may pass, StoreRefusedError for one that will not.
         """
         try:
             trouble.connected_at = math.inf
@@ -231,16 +231,16 @@ async def _introduce(stream: ByteStream, handshake: ClientHandshake, hello: Hell
 
 
 class Trouble:
-    """Why no connection could be made, in words; of several tries."""
+    """Why the tries to connect have failed so far, for the error text."""
 
     def __init__(self) -> None:
         self.text = ""
-        """Of the last one, empty before."""
+        """Why the last try failed; empty before the first."""
         self._silent_closes = 0  # in a row
         self.connected_at = math.inf
-        """Since when there is a connection on which nothing was answered, on the loop's clock; infinity without one."""
+        """When the connection was opened that has not answered yet, on the loop's clock; infinity without one."""
         self.stranger = ""
-        """What else than a store answers there."""
+        """The answer of a server there that is no store."""
 
     def __str__(self) -> str:
         if self._silent_closes < SILENT_CLOSES:
@@ -248,16 +248,16 @@ class Trouble:
         return f"{self.text} {self._silent_closes} times in a row: a proxy whose daemon is away, or no asyncdist store"
 
     def note(self, text: str) -> None:
-        """Take note of what one try came to."""
+        """Note why a try failed."""
         self.text = text
         self._silent_closes = 0
 
     def note_connected(self) -> None:
-        """Take note that a connection is there, from now on."""
+        """Note that a connection was opened now."""
         self.connected_at = asyncio.get_running_loop().time()
 
     def note_error(self, error: OSError) -> bool:
-        """Take note of how one failed; true if it is one of several silent closes, for the first time."""
+        """Note the error of a try. Returns true once: when `SILENT_CLOSES` connections in a row were just closed."""
         self.connected_at = math.inf
         cut = isinstance(error, ConnectionAbortedError | ConnectionResetError | BrokenPipeError)
         closes = self._silent_closes + 1 if cut else 0
@@ -268,5 +268,5 @@ class Trouble:
 
 
 def client_name() -> str:
-    """Return what this process is called where people look for the one that hangs."""
+    """Return the name by which the daemon lists this process: host and pid."""
     return f"{socket.gethostname()} pid {os.getpid()}"

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Final
 
 from asyncdist.concurrency.deadline import Timeout
+from asyncdist.concurrency.loop import close_in_forked_child
 from asyncdist.concurrency.trace import info
 from asyncdist.errors import ClosedError, DistStoreError, StoreTimeoutError
 from asyncdist.store.base import DEFAULT_STORE_TIMEOUT_S
 from asyncdist.store.file_log import FileLog, Record
-from asyncdist.store.fork_safety import close_in_forked_child
 from asyncdist.store.pipeline import weight
 from asyncdist.store.reply import WAITING, Reply, describe, end_quietly, settle, timeout_ms
 from asyncdist.store.request_store import RequestStore

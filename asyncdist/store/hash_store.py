@@ -44,8 +44,7 @@ class HashStore(CoordinatingStore):
     def clone(self) -> Self:
         """Return another client of the same data, with this one's time-out."""
         self._raise_if_closed()
-        other = type(self).__new__(type(self))
-        CoordinatingStore.__init__(other, self._timeout_s)
+        other = type(self)(timeout=self._timeout_s)
         other._attach(self._shared)
         return other
 

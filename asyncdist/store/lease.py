@@ -7,12 +7,11 @@ import contextlib
 import math
 import secrets
 from collections.abc import Callable
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from asyncdist.concurrency.deadline import Timeout, timeout_seconds
 from asyncdist.errors import ClosedError, DistError, LeaseLostError
-from asyncdist.store.arguments import checked_key, encoded_key
+from asyncdist.store.base import checked_key, encoded_key
 from asyncdist_server.wire import messages
 from asyncdist_server.wire.key_text import shown
 
@@ -102,9 +101,7 @@ class Lease:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.revoke()
 
 
@@ -322,9 +319,7 @@ class Lock:
     async def __aenter__(self) -> int:
         return await self.acquire()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             await self.release()
             return

@@ -8,14 +8,13 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Final, Literal, Self
 
 from asyncdist.concurrency.deadline import INHERIT, Timeout, timeout_seconds
 from asyncdist.concurrency.tasks import telling
 from asyncdist.concurrency.trace import warn
 from asyncdist.errors import DistError, LeaseLostError
-from asyncdist.store.arguments import decoded_key, encoded_key
+from asyncdist.store.base import decoded_key, encoded_key
 from asyncdist.store.lease import Lease
 from asyncdist.store.prefix_store import PrefixStore
 from asyncdist.store.reply import timeout_ms
@@ -186,9 +185,7 @@ class Membership(AsyncIterator[MemberEvent]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             await self.leave()
         except DistError:

@@ -1,8 +1,8 @@
-"""What a client of the daemon has asked and not yet been answered: ids, frames to send, retries. No sockets, no timers.
+"""Pipeline: the requests of a client that have no answer yet: ids, frames to send, retries. No sockets, no timers.
 
-Requests get their ids, and travel, in call order. A request stays in `_pending` until it is answered, so that whatever
-a broken connection swallowed is known and can be sent again under the same id; the daemon answers a mutation it has
-applied before from memory. `messages` in the server package has the contract.
+Requests get their ids, and are sent, in call order. A request stays in `_pending` until it is answered. So after a
+broken connection it can be sent again under the same id. The daemon answers a change that it has applied before from
+memory. The contract is in `asyncdist_server.wire.messages`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from asyncdist.concurrency.spin import spin_us_from_environ
 from asyncdist.errors import DistStoreError, StoreLimitError, StoreTimeoutError
-from asyncdist.store.arguments import decoded_key
+from asyncdist.store.base import decoded_key
 from asyncdist.store.reply import TAKING, WAITING, Lookout, Reply, describe, end_quietly, settle, timeout_ms, undoing
 from asyncdist_server.wire import messages
 
@@ -60,9 +60,8 @@ class Pipeline:
         self._in_flight = 0
         self._received = 0  # reply frames on this connection
         self._confirm = False  # whether the daemon is to be told of them even if there is nothing to ask
-        self._proof_id = (
-            0  # an answer to this request, or a later one, shows that it knows of the last item; 0: it does
-        )
+        # An answer to this request, or to a later one, shows that the daemon knows of the last item; 0: it does.
+        self._proof_id = 0
         self._drained: asyncio.Future[None] | None = None
         self._closed = False
 
@@ -313,12 +312,15 @@ class Pipeline:
 
     def fail_all(self, why: str) -> None:
         """End everything pending with a DistStoreError."""
+        for reply in self._take_pending():
+            reply.set_exception(DistStoreError(f"{self._where}: {describe(reply.request)} failed: {why}"))
+
+    def _take_pending(self) -> list[Reply]:
+        """Forget all requests; returns the replies that somebody may wait for."""
         pending, self._pending = self._pending, {}
         self._outbox = []
         self._outbox_bytes = 0
-        for reply in pending.values():
-            if not reply.done():
-                reply.set_exception(DistStoreError(f"{self._where}: {describe(reply.request)} failed: {why}"))
+        return [reply for reply in pending.values() if not reply.done()]
 
     # ---- closing
 
@@ -332,11 +334,8 @@ class Pipeline:
     def close_all(self, error: Callable[[], Exception]) -> None:
         """End everything pending with `error()`, for good."""
         self._closed = True
-        pending, self._pending = self._pending, {}
-        self._outbox = []
-        for reply in pending.values():
-            if not reply.done():
-                end_quietly(reply, error())
+        for reply in self._take_pending():
+            end_quietly(reply, error())
 
     async def drained(self) -> None:
         """Return once nothing is pending or the connection broke."""

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from asyncdist.concurrency.deadline import INHERIT, Timeout, timeout_seconds
 from asyncdist.errors import ClosedError, StoreTimeoutError
-from asyncdist.store.arguments import checked_key, checked_keys
-from asyncdist.store.base import DEFAULT_STORE_TIMEOUT_S, Store
+from asyncdist.store.base import DEFAULT_STORE_TIMEOUT_S, Store, checked_key, checked_keys
 from asyncdist_server.wire.key_text import shown
 
 if TYPE_CHECKING:

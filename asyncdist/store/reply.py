@@ -1,4 +1,4 @@
-"""The answer to one store request, still to come; how it is looked for, and the exception for each way to fail."""
+"""Reply, the future of one store request; Lookout, which spins for it; and the exception for each reply code."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from asyncdist.errors import (
     StoreTimeoutError,
     WatchCompactedError,
 )
-from asyncdist.store.arguments import decoded_key
-from asyncdist_server.serving.running import served_here
+from asyncdist.store.base import decoded_key
+from asyncdist_server.serving.sockets import served_here
 from asyncdist_server.wire import messages
 from asyncdist_server.wire.key_text import shown
 
@@ -53,10 +53,10 @@ WAITING: Final = frozenset(
 """Operations that wait for other clients; the last element of their requests is `timeout_ms`."""
 
 TAKING: Final = frozenset({messages.QUEUE_POP, messages.LOCK, messages.JOIN})
-"""Those that take something which somebody else could have: what was taken for nobody is given back."""
+"""Operations that take an item, a lock or a place. If the caller was cancelled meanwhile, it is given back."""
 
 ALONE: Final = 4
-"""Requests of one task, each alone, before it looks for the reply to the next."""
+"""A task that has sent so many requests in a row, each alone, spins for the reply to the next."""
 
 SHOWN_KEYS: Final = 5
 """Most keys of a request that an error message shows."""
@@ -69,14 +69,14 @@ CONVERSIONS: Final[Mapping[int, Callable[[Any], Any]]] = {
 
 
 class ReplyOwner(Protocol):
-    """Whoever will settle a reply."""
+    """The object that issued a request and settles its reply."""
 
     @property
     def lookout(self) -> Lookout | None:
-        """Who looks for a reply that is awaited, if anybody does."""
+        """Spins for a reply that is awaited; None if nothing does."""
 
     def withdraw(self, reply: Reply) -> None:
-        """Take notice that nobody waits for `reply` any more, and make sure that it takes nothing from a queue."""
+        """Note that `reply` was cancelled, and make sure that its request takes nothing from a queue."""
 
 
 class Reply(asyncio.Future[Any]):
@@ -173,18 +173,19 @@ def timeout_ms(timeout_s: float | None) -> int | None:
 
 
 def end_quietly(reply: Reply, error: Exception) -> None:
-    """Fail `reply`; whoever closed the store knows, so an abandoned reply is nothing to complain about."""
+    """Fail `reply` without asyncio's warning if nobody awaits it: the caller of `close` knows that it failed."""
     reply.set_exception(error)
     reply.exception()
 
 
 class Lookout:
-    """Looks for the reply to a task that asks a daemon of this host one thing at a time, instead of sleeping.
+    """Spins: reads the socket until an awaited reply is there, instead of letting the event loop sleep.
 
-    To be woken takes about as long as the daemon needs to answer. So a task that has asked alone several times in a row
-    sends its request when it awaits the reply, and reads the socket until that is there. As soon as requests come from
-    several tasks, or several in a turn of the loop, they are gathered again, and nobody looks. There is one for each
-    client; `alone()` says whether just one request is waiting to be sent, and none was before it.
+    To wake a process takes about as long as a daemon of this host needs to answer. So a task that sends one request
+    after the other should not sleep. Its request is sent when the reply is awaited. Requests of several tasks, or
+    several in one turn of the loop, are gathered into one frame, and nothing spins.
+
+    Each client has one Lookout. `alone()` says whether exactly one request waits to be sent.
     """
 
     __slots__ = (
@@ -213,16 +214,19 @@ class Lookout:
         self._last_turn_s = 0.0
 
     def connected(self, connection: Connection, sock: socket.socket) -> None:
-        """Look there from now on, if the daemon is on this host and can run meanwhile."""
+        """Use `connection` from now on, if the daemon is on this host and has another core to run on."""
         near = self._limit_s > 0 and (os.cpu_count() or 1) > 1 and same_host(sock)
         self._connection = connection if near and not served_here(sock.getpeername()[1]) else None
 
     def lost(self) -> None:
-        """There is no connection any more."""
+        """Stop spinning: the connection is gone."""
         self._connection = None
 
     def seek(self, reply: asyncio.Future[object]) -> bool:
-        """Look for `reply`, which is being awaited, if that can pay; whether the task should let the loop turn now."""
+        """Spin for `reply`, which is being awaited, if that can pay.
+
+        Returns whether the task should let the event loop turn before it goes on.
+        """
         connection = self._connection
         if connection is None:
             return False
@@ -254,7 +258,7 @@ class Lookout:
 
 
 def same_host(sock: object) -> bool:
-    """Whether both ends of a connected socket have one address. No for what only plays a socket."""
+    """Whether both ends of a connected socket have one address. False for a simulated socket."""
     if not isinstance(sock, socket.socket):
         return False
     try:
@@ -264,7 +268,7 @@ def same_host(sock: object) -> bool:
 
 
 class Listing(asyncio.Future[list[str]]):
-    """The keys of a listing, asked for in parts where they are many. `ask` issues the request for one part."""
+    """The keys that `list_keys` returns. The daemon answers in parts; `ask(start)` requests the one from `start` on."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, ask: Callable[[bytes], asyncio.Future[Any]]) -> None:
         super().__init__(loop=loop)
@@ -297,7 +301,7 @@ class Listing(asyncio.Future[list[str]]):
         if error is not None:
             self.set_exception(error)
             if isinstance(error, ClosedError):
-                self.exception()  # the one that closed the store knows
+                self.exception()  # so that asyncio does not warn: the caller of `close` knows
 
     def cancel(self, msg: Any | None = None) -> bool:
         """Cancel the waiting and withdraw the request under way."""

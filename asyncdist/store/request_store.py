@@ -10,7 +10,8 @@ from typing import Any, cast
 
 from asyncdist.concurrency.deadline import INHERIT, Deadline, Timeout, timeout_seconds
 from asyncdist.errors import DistStoreError, StoreTimeoutError
-from asyncdist.store.arguments import (
+from asyncdist.store.base import (
+    Store,
     checked_amount,
     checked_integer,
     checked_key,
@@ -20,7 +21,6 @@ from asyncdist.store.arguments import (
     encoded_key,
     encoded_keys,
 )
-from asyncdist.store.base import Store
 from asyncdist.store.lease import DEFAULT_GRACE_S, Lease, LeaseKeeper, Lock
 from asyncdist.store.member import DEFAULT_SETTLE_S, Membership, default_name
 from asyncdist.store.reply import Listing, NonBlockingPop, Reply, timeout_ms

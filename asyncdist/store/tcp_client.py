@@ -1,4 +1,4 @@
-"""TCPClient: one connection to the store daemon, made anew whenever it breaks."""
+"""TCPClient: a client of the store daemon, which connects again whenever the connection breaks."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from collections.abc import Callable
 from typing import Any, Final, Self
 
 from asyncdist.concurrency.deadline import Deadline, Timeout
-from asyncdist.concurrency.loop import prepare_fork
+from asyncdist.concurrency.loop import close_in_forked_child, prepare_fork
 from asyncdist.concurrency.tasks import uninterrupted
 from asyncdist.concurrency.trace import emit, info, tracing
 from asyncdist.errors import ClosedError, DistError
 from asyncdist.store.credentials import TLSConfig
 from asyncdist.store.dialer import Dialled, StoreDialer
-from asyncdist.store.fork_safety import close_in_forked_child
 from asyncdist.store.pipeline import Pipeline
 from asyncdist.store.reply import Reply
 from asyncdist.store.request_store import CoordinatingStore
@@ -34,9 +33,9 @@ CLOSE_TIMEOUT_S: Final = 2.0
 
 
 class TCPClient(CoordinatingStore):
-    """The requests of a `TCPStore` and the connection they travel on; what users are told is there.
+    """The requests of a `TCPStore` and the connection that carries them.
 
-    The address may be set until the first connection is made.
+    `TCPStore` has the documentation for users. `dialer.port` may be set until the first connection is made.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class TCPClient(CoordinatingStore):
         super().__init__(timeout)
         self.dialer = StoreDialer(host, port, token, tls, context)
         self.on_incarnation_change = on_incarnation_change
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: asyncio.AbstractEventLoop  # set with the pipeline
         self._pipeline: Pipeline | None = None
         self._connection: Connection | None = None
         self._connector: asyncio.Task[DistError | None] | None = None
@@ -83,7 +82,7 @@ class TCPClient(CoordinatingStore):
         return await self.open_by(Deadline.after(self._timeout_s, asyncio.get_running_loop().time()))
 
     async def open_by(self, deadline: Deadline) -> Self:
-        """Open as `async with` does, until an instant of the running loop's clock that a caller has fixed before."""
+        """Open as `async with` does, with a deadline of the running loop's clock that the caller has set before."""
         self._raise_if_closed()
         self._bind()
         if self._connection is None:
@@ -132,7 +131,7 @@ class TCPClient(CoordinatingStore):
             self._schedule_flush()
 
     def _bind(self) -> Pipeline:
-        """Belong to the running loop from now on; RuntimeError if it is another one's."""
+        """Bind this client to the running loop; RuntimeError if it is bound to another loop."""
         loop = asyncio.get_running_loop()
         if self._pipeline is None:
             self._loop = loop
@@ -144,7 +143,6 @@ class TCPClient(CoordinatingStore):
         return self._pipeline
 
     def _schedule_flush(self) -> None:
-        assert self._loop is not None
         if not self._flush_scheduled:
             self._flush_scheduled = True
             self._loop.call_soon(self._flush)
@@ -169,15 +167,13 @@ class TCPClient(CoordinatingStore):
     # ---- time
 
     def _watch_until(self, deadline: float) -> None:
-        """Look for requests without an answer at `deadline`; one timer for all, as almost none ever expires."""
-        assert self._loop is not None
+        """Set the timer, which is one for all requests as almost none ever expires, to `deadline`."""
         if self._watch is not None:
             self._watch.cancel()
         self._watch = self._loop.call_at(deadline, self._on_watch)
         self._watch_at = deadline
 
     def _on_watch(self) -> None:
-        assert self._loop is not None
         assert self._pipeline is not None
         self._watch = None
         self._watch_at = math.inf
@@ -188,12 +184,10 @@ class TCPClient(CoordinatingStore):
     # ---- connection
 
     def _reconnect_within(self, timeout_s: float) -> None:
-        assert self._loop is not None
         self._reconnect(Deadline.after(timeout_s, self._loop.time()))
 
     def _reconnect(self, deadline: Deadline) -> asyncio.Task[DistError | None]:
         """Start connecting, unless that is under way."""
-        assert self._loop is not None
         if self._connector is None:
             self._connector = self._loop.create_task(self._dial(deadline), name=f"{self!r} connects")
             self._connector.add_done_callback(self._on_connector_done)
@@ -209,7 +203,7 @@ class TCPClient(CoordinatingStore):
                 self._schedule_flush()  # it broke again before this was called
 
     async def _dial(self, until: Deadline) -> DistError | None:
-        """Connect, trying again until that instant; return the error if that did not help."""
+        """Connect, with new tries until the deadline; return the error if all tries failed."""
         assert self._pipeline is not None
         try:
             await self.dialer.connect(until, self._pipeline.to_retry, self._use)
@@ -219,7 +213,6 @@ class TCPClient(CoordinatingStore):
 
     def _use(self, dialled: Dialled) -> None:
         """Take a connection into use."""
-        assert self._loop is not None
         assert self._pipeline is not None
         pipeline, (stream, welcome, reader) = self._pipeline, dialled
         next_frame = pipeline.next_frame
@@ -257,16 +250,16 @@ class TCPClient(CoordinatingStore):
     async def close(self) -> None:
         """Wait, bounded, for the answers to what was issued, take leave of the daemon and close the connection.
 
-        Where the connection is broken and something has no answer, or the daemon may not know that the last item of a
-        queue has arrived, it is made anew for that, within the same two seconds. Waiting verbs end at once with
-        `ClosedError`. Cancelling it closes the connection without further waiting.
+        A broken connection is made anew for that, within the same two seconds, if a request has no answer or the daemon
+        may not know that the last item of a queue has arrived. Waiting verbs end at once with `ClosedError`. Cancelling
+        closes the connection without further waiting.
         """
         if self._closed:
             if self._closing is not None:
                 await asyncio.shield(self._closing)
             return
         self._closed = True
-        if self._pipeline is None or self._loop is None:
+        if self._pipeline is None:
             return
         self._closing = self._loop.create_future()
         try:

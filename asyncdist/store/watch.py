@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, Self
 
 from asyncdist.errors import DistStoreError
-from asyncdist.store.arguments import decoded_key, encoded_key
+from asyncdist.store.base import decoded_key, encoded_key
 from asyncdist_server.wire import messages
 from asyncdist_server.wire.key_text import shown
 

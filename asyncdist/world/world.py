@@ -16,9 +16,9 @@ import msgpack
 
 from asyncdist.collectives.executor.scratch import ScratchPool
 from asyncdist.concurrency import trace as events
+from asyncdist.concurrency.loop import close_in_forked_child
 from asyncdist.errors import CollectiveMismatchError, DistError, PeerLostError, RemoteProtocolError
 from asyncdist.plan.selection.tuning import DEFAULT_TUNING
-from asyncdist.store.fork_safety import close_in_forked_child
 from asyncdist.transport.base_mesh import BaseMesh
 from asyncdist.transport.context import Absence
 from asyncdist.world.address_book import AddressBook, children_of, parent_of

@@ -6,14 +6,14 @@ import asyncio
 import logging
 import os
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import click
 
 from asyncdist_server.journal import journal_thread
 from asyncdist_server.journal.journal import JournalError, parse_durability
 from asyncdist_server.logs import FORMATS, LEVELS, EventLog, LogFormat, configure
-from asyncdist_server.ops.journal_commands import backup, restore, verify
+from asyncdist_server.ops.backups import backup, restore, verify
 from asyncdist_server.ops.service import run_until_signalled
 from asyncdist_server.serving.busy_poll import DEFAULT_BUSY_POLL_US
 from asyncdist_server.serving.config import (
@@ -41,6 +41,17 @@ from asyncdist_server.wire.messages import (
 
 _FILE: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
 _DIRECTORY: Final = click.Path(file_okay=False, path_type=Path)
+_LIMITS: Final = ("value_bytes", "key_bytes", "memory_bytes", "connections", "waiters", "in_flight")
+"""The options that begin with `max_`, without that."""
+_SETTINGS: Final = {
+    "torch_port": "torch_ports",
+    "torch_linger": "torch_linger_s",
+    "stall_timeout": "stall_timeout_s",
+    "handshake_timeout": "handshake_timeout_s",
+    "drain_timeout": "drain_timeout_s",
+    "busy_poll": "busy_poll_us",
+}
+"""The options that `ServerConfig` has under another name."""
 
 
 @click.group(
@@ -117,36 +128,7 @@ _DIRECTORY: Final = click.Path(file_okay=False, path_type=Path)
 )
 @click.option("--log-format", default="text", type=click.Choice(FORMATS), help="How log lines on stderr look.")
 @click.option("--log-level", default="info", type=click.Choice(LEVELS), help="Least important lines to write.")
-def main(
-    host: str,
-    port: int,
-    http_host: str,
-    http_port: int | None,
-    token_file: Path | None,
-    insecure_no_auth: bool,
-    tls_cert: Path | None,
-    tls_key: Path | None,
-    tls_ca: Path | None,
-    durability: str,
-    data_dir: Path | None,
-    torch: bool,
-    torch_port: tuple[int, ...],
-    torch_linger: float,
-    torch_insecure_no_auth: bool,
-    torch_memory_percent: int,
-    max_key_bytes: int,
-    max_value_bytes: int,
-    max_memory_bytes: int,
-    max_connections: int,
-    max_waiters: int,
-    max_in_flight: int,
-    stall_timeout: float,
-    handshake_timeout: float,
-    drain_timeout: float,
-    busy_poll: float,
-    log_format: LogFormat,
-    log_level: str,
-) -> None:
+def main(token_file: Path | None, log_format: LogFormat, log_level: str, **options: Any) -> None:
     """Serve a store: the rendezvous of distributed jobs. Stops on SIGTERM or SIGINT.
 
     Every option can also be given as ASYNCDIST_SERVER_<OPTION>, in capitals and with underscores.
@@ -157,43 +139,7 @@ def main(
     configure(log_format, log_level)
     _warn_of_unknown_variables()
     try:
-        token = auth.read_token_file(token_file) if token_file else auth.load_token(os.environ)
-        token_file = token_file or auth.token_file(os.environ)
-        former = auth.read_tokens(token_file)[1] if token_file else None
-        if token is None and not insecure_no_auth:
-            token = default_token(host)
-        config = ServerConfig(
-            host=host,
-            port=port,
-            token=token,
-            former_token=former,
-            token_file=token_file,
-            insecure_no_auth=insecure_no_auth,
-            tls_cert=tls_cert,
-            tls_key=tls_key,
-            tls_ca=tls_ca,
-            durability=parse_durability(durability),
-            data_dir=data_dir,
-            torch=torch,
-            torch_ports=torch_port,
-            torch_linger_s=torch_linger,
-            torch_insecure_no_auth=torch_insecure_no_auth,
-            torch_memory_percent=torch_memory_percent,
-            http_host=http_host,
-            http_port=http_port,
-            limits=limits_for(
-                max_value_bytes,
-                key_bytes=max_key_bytes,
-                memory_bytes=max_memory_bytes,
-                connections=max_connections,
-                waiters=max_waiters,
-                in_flight=max_in_flight,
-            ),
-            stall_timeout_s=stall_timeout,
-            handshake_timeout_s=handshake_timeout,
-            drain_timeout_s=drain_timeout,
-            busy_poll_us=busy_poll,
-        )
+        config = _config(token_file, **options)
     except (OSError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     raise_descriptor_limit()
@@ -202,6 +148,21 @@ def main(
             runner.run(run_until_signalled(config))
     except (ConfigError, JournalError, OSError) as error:
         raise click.ClickException(str(error)) from error
+
+
+def _config(token_file: Path | None, **options: Any) -> ServerConfig:
+    """Return the configuration that the options say. Raises OSError and ValueError."""
+    token = auth.read_token_file(token_file) if token_file else auth.load_token(os.environ)
+    token_file = token_file or auth.token_file(os.environ)
+    former = auth.read_tokens(token_file)[1] if token_file else None
+    if token is None and not options["insecure_no_auth"]:
+        token = default_token(options["host"])
+    limits = {name: options.pop(f"max_{name}") for name in _LIMITS}
+    settings = {_SETTINGS.get(name, name): value for name, value in options.items()}
+    settings["durability"] = parse_durability(settings["durability"])
+    return ServerConfig(
+        token=token, former_token=former, token_file=token_file, limits=limits_for(**limits), **settings
+    )
 
 
 for command in (backup, restore, verify):

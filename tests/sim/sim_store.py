@@ -322,7 +322,7 @@ def quiet(scenario: StoreScenario) -> Iterator[None]:
     try:
         with contextlib.ExitStack() as stack:
             # A client may ask for that, and then it is in the trace.
-            stack.enter_context(mock.patch("asyncdist_server.serving.status.resident_bytes", return_value=2**26))
+            stack.enter_context(mock.patch("asyncdist_server.serving.daemon.resident_bytes", return_value=2**26))
             if scenario.remembered_events is not None:
                 few = mock.patch("asyncdist_server.engine.history.HISTORY_EVENTS", scenario.remembered_events)
                 stack.enter_context(few)

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from sim_store_client import PORT, TOKEN
 
-from asyncdist.store import TCPStore, byte_stream
+from asyncdist.store import TCPStore
+from asyncdist.store import store_connection as connection
 from asyncdist.store.tcp_client import RECONNECT_TIMEOUT_S
 from asyncdist.testing.hosts import SimulatedHost
 from asyncdist.testing.network import SimulatedNetwork, run_simulated
@@ -119,8 +120,8 @@ def test_a_job_comes_back_although_its_vanished_host_has_taken_all_places(waits:
 
 def test_a_client_knows_that_it_is_cut_off_before_the_daemon_does() -> None:
     """Else a lock that is bound to its connection is another's while it still believes in it."""
-    client_s = byte_stream.KEEPALIVE_IDLE_S + byte_stream.KEEPALIVE_INTERVAL_S * byte_stream.KEEPALIVE_PROBES
-    assert max(client_s, byte_stream.UNACKNOWLEDGED_MS / 1000) < (
+    client_s = connection.KEEPALIVE_IDLE_S + connection.KEEPALIVE_INTERVAL_S * connection.KEEPALIVE_PROBES
+    assert max(client_s, connection.UNACKNOWLEDGED_MS / 1000) < (
         sockets.UNACKNOWLEDGED_MS / 1000 - sockets.KEEPALIVE_IDLE_S
     )
 

@@ -15,7 +15,7 @@ import msgpack
 from torch_wire_kit import VALIDATE, blob, number
 
 from asyncdist_server.torch.wire import Query
-from asyncdist_server.wire import codes
+from asyncdist_server.wire import messages as codes
 
 KEYS: Final = [b"k", b"n", b"q", b"", b"\0", b"k" * 300, b"world/default/joins/0", b"\xff\xfe", b"x" * 9000]
 VALUES: Final = [b"", b"1", b"-7", b"9223372036854775807", b"not a number", bytes(200), b"\xff" * 17]

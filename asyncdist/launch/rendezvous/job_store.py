@@ -157,7 +157,7 @@ async def probe_store(
     Raises AuthenticationError: it refuses the token, or is no asyncdist store (`Refusal.NOT_A_STORE`);
     StoreRefusedError: it is not the one that `tls` means; OSError (TimeoutError included): nothing answers.
     """
-    from asyncdist.store.byte_stream import open_stream, prove
+    from asyncdist.store.store_connection import open_stream, prove
 
     async with asyncio.timeout(_PROBE_TIMEOUT_S):
         stream = await open_stream(endpoint.host, endpoint.port, tls)

@@ -9,37 +9,20 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from asyncdist_server.wire.codes import (
-    CANCELLED,
-    COMPACTED,
-    INVALID,
-    LEASE_LOST,
-    LIMIT,
-    OK,
-    PROTOCOL,
-    REFUSED,
-    TIMEOUT,
-)
-
 REPLAYED: Final = 14
 """Beside the reply codes: answered from memory, the request was applied on an earlier connection."""
 DISCONNECTED: Final = 15
 """Beside the reply codes: blocked, and never answered because its client was gone."""
 RESULTS: Final = 16
 """Places in a list of results; reply codes are smaller."""
+
+_REPLIES: Final = ("ok", "timeout", "limit", "invalid", "cancelled", "protocol", "refused", "compacted", "lease_lost")
 RESULT_NAMES: Final[Mapping[int, str]] = {
-    OK: "ok",
-    TIMEOUT: "timeout",
-    LIMIT: "limit",
-    INVALID: "invalid",
-    CANCELLED: "cancelled",
-    PROTOCOL: "protocol",
-    REFUSED: "refused",
-    COMPACTED: "compacted",
-    LEASE_LOST: "lease_lost",
+    **dict(enumerate(_REPLIES)),
     REPLAYED: "replayed",
     DISCONNECTED: "disconnected",
 }
+"""The reply codes of `messages`, in their order, and the two results above."""
 
 LATENCY_BOUNDS_S: Final = (50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 100e-3, 500e-3, 2.5)
 """From one request alone on a quiet machine to a disk that makes everybody wait."""

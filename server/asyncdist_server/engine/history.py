@@ -12,8 +12,8 @@ import operator
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from asyncdist_server.engine.timers import left_s
-from asyncdist_server.wire.codes import OK
+from asyncdist_server.engine.timers import Timed, left_s
+from asyncdist_server.wire.messages import OK
 
 if TYPE_CHECKING:
     from asyncdist_server.engine.namespace import Namespace
@@ -130,27 +130,23 @@ class Recorder:
                 history.drop_oldest()
 
 
-class History:
-    """The events of one prefix, oldest first. Those up to `floor` are not all here; satisfies `timers.Timed`."""
+class History(Timed):
+    """The events of one prefix, oldest first. Those up to `floor` are not all here."""
 
     __slots__ = (
         "_state",
-        "armed",
         "bytes",
-        "deadline",
-        "done",
         "events",
         "floor",
         "idle_since",
-        "namespace",
         "pinned",
         "prefix",
         "seen_at",
     )
 
     def __init__(self, state: StoreState, namespace: Namespace, prefix: bytes) -> None:
+        super().__init__(namespace)
         self._state = state
-        self.namespace = namespace
         self.prefix = prefix
         self.events: deque[Event] = deque()
         self.floor = state.revision
@@ -158,9 +154,6 @@ class History:
         self.pinned = False  # a job needs it
         self.seen_at = 0.0  # when a watch asked last
         self.idle_since: float | None = None  # how old the store was then, once the journal is to know it
-        self.deadline: float | None = None
-        self.armed = False
-        self.done = False
 
     def seen(self) -> None:
         """Note that there is a watch, or was one until now."""

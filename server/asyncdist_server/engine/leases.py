@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from asyncdist_server.engine.timers import left_s
-from asyncdist_server.wire.codes import EVENT_DELETE, EVENT_EXPIRE
-from asyncdist_server.wire.messages import MAX_LEASES
+from asyncdist_server.engine.timers import Timed, left_s
+from asyncdist_server.wire.messages import EVENT_DELETE, EVENT_EXPIRE, MAX_LEASES
 
 if TYPE_CHECKING:
     from asyncdist_server.engine.clients import Client
@@ -33,20 +32,16 @@ STALL_S: Final = 0.5
 has arrived and was not read. Clients renew a lease three times in its time, so that shorter stalls do no harm."""
 
 
-class Lease:
-    """One lease; satisfies `timers.Timed`. Its deadline is None while it is bound to a connection that is there."""
+class Lease(Timed):
+    """A lease. Its deadline is None while it is bound to a connection that is there."""
 
     __slots__ = (
         "_state",
-        "armed",
-        "deadline",
-        "done",
         "holds",
         "idle_since",
         "jobs",
         "keys",
         "lease_id",
-        "namespace",
         "owner",
         "since",
         "ttl_s",
@@ -55,8 +50,8 @@ class Lease:
     def __init__(
         self, state: StoreState, namespace: Namespace, lease_id: int, ttl_s: float, owner: bytes | Client | None
     ) -> None:
+        super().__init__(namespace)
         self._state = state
-        self.namespace = namespace
         self.lease_id = lease_id
         self.ttl_s = ttl_s
         self.owner = owner  # None: a lease by time only
@@ -66,9 +61,6 @@ class Lease:
         self.jobs: dict[Job, bytes] = {}
         # How old the store was when a daemon came back that nobody has told since that the lease is needed; else None.
         self.idle_since: float | None = None
-        self.deadline: float | None = None
-        self.armed = False
-        self.done = False
 
     @property
     def deserted(self) -> bool:
@@ -106,33 +98,26 @@ class Lease:
         self._state.leases.end(self, EVENT_EXPIRE, now)
 
 
-class Hold:
-    """A prefix whose keys go when no lease holds it any more; satisfies `timers.Timed`."""
+class Hold(Timed):
+    """A prefix whose keys go when no lease holds it any more."""
 
     __slots__ = (
         "_state",
-        "armed",
-        "deadline",
-        "done",
         "idle_since",
         "job",
         "leases",
         "linger_s",
-        "namespace",
         "prefix",
     )
 
     def __init__(self, state: StoreState, namespace: Namespace, prefix: bytes) -> None:
+        super().__init__(namespace)
         self._state = state
-        self.namespace = namespace
         self.prefix = prefix
         self.leases: set[Lease] = set()
         self.linger_s = 0.0
         self.job: Job | None = None  # the job that ends with it
         self.idle_since: float | None = None  # as of a lease, of a prefix that no lease held even then
-        self.deadline: float | None = None
-        self.armed = False
-        self.done = False
 
     def release(self, lease: Lease, now: float) -> None:
         """Note that `lease` no longer holds the prefix."""

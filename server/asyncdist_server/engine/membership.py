@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgpack
 
-from asyncdist_server.wire.codes import (
+from asyncdist_server.engine.timers import Timed
+from asyncdist_server.wire.key_text import shown
+from asyncdist_server.wire.messages import (
     CANCELLED,
     EVENT_DELETE,
     EVENT_EXPIRE,
@@ -32,9 +34,8 @@ from asyncdist_server.wire.codes import (
     LIMIT,
     OK,
     TIMEOUT,
+    Names,
 )
-from asyncdist_server.wire.key_text import shown
-from asyncdist_server.wire.messages import Names
 
 if TYPE_CHECKING:
     from asyncdist_server.engine.clients import Client, Reply
@@ -67,17 +68,14 @@ def name_order(name: bytes) -> list[Any]:
     return [(len(part.lstrip(b"0")), part.lstrip(b"0")) if index % 2 else part for index, part in enumerate(parts)]
 
 
-class Settling:
-    """The time in which a round waits for more than the least number of members; satisfies `timers.Timed`."""
+class Settling(Timed):
+    """The time in which a round waits for more than the least number of members."""
 
-    __slots__ = ("_job", "armed", "deadline", "done", "namespace")
+    __slots__ = ("_job",)
 
     def __init__(self, job: Job, deadline: float) -> None:
+        super().__init__(job.namespace, deadline)
         self._job = job
-        self.namespace = job.namespace
-        self.deadline: float | None = deadline
-        self.armed = False
-        self.done = False
 
     def fire(self, now: float) -> None:
         """No other member came."""

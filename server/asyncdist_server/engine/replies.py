@@ -15,8 +15,6 @@ from typing import Any, Final, Protocol
 from asyncdist_server.engine.clients import only_bytes, value_bytes
 from asyncdist_server.wire.messages import LENGTH_BYTES, Names
 
-__all__ = ["FREED_PART", "PIECE_BYTES", "SMALL_BYTES", "UNSAID_FRAMES", "LargeReply", "Unsaid"]
-
 PIECE_BYTES: Final = 32 * 1024
 """What a socket is given at a time, a few microseconds' work. What it does not take at once is all that is held for a
 client besides `SMALL_BYTES`, so that all clients together, reading nothing, hold less than the store may."""

@@ -77,11 +77,9 @@ class Session:
         "_index",
         "_large",
         "_later",
-        "_namespace",
         "_noticed_bytes",
         "_on_output",
         "_output",
-        "_rank",
         "_reader",
         "_replies",
         "_request",
@@ -92,8 +90,10 @@ class Session:
         "cause",
         "closing",
         "error",
+        "job",
         "operation",
         "ran",
+        "rank",
         "reply_bytes",
     )
 
@@ -110,8 +110,10 @@ class Session:
         self._encoder = encoder
         self._handshake: ServerHandshake | None = ServerHandshake(token, former_token)
         self._reader = RequestReader(engine.limits.frame_bytes)
-        self._namespace = ""
-        self._rank: int | None = None
+        self.job = ""
+        """The namespace that the client has proven to belong to, empty before."""
+        self.rank: int | None = None
+        """The client's rank, if it has one."""
         self._client: Client | None = None
         self._frames: deque[memoryview | LargeFrame] = deque()  # whole frames not decoded yet
         self._requests: tuple[Any, ...] = ()  # the decoded frame being run, from _index on
@@ -144,16 +146,6 @@ class Session:
     def open(self) -> bool:
         """Whether handshake and hello are done."""
         return self._client is not None
-
-    @property
-    def job(self) -> str:
-        """The namespace that the client has proven to belong to, empty before."""
-        return self._namespace
-
-    @property
-    def rank(self) -> int | None:
-        """The client's rank, if it has one."""
-        return self._rank
 
     @property
     def has_output(self) -> bool:
@@ -291,7 +283,7 @@ class Session:
             return None
         self._handshake = None
         try:
-            self._namespace, self._rank = parse_store_context(handshake.context)
+            self.job, self.rank = parse_store_context(handshake.context)
         except ValueError as error:
             self._fail(PROTOCOL, str(error))
             return None
@@ -302,7 +294,7 @@ class Session:
         hello = decode_hello(payload, self._engine.limits.in_flight)
         observes = hello.client_id == OBSERVER_ID
         self._client = self._engine.open(
-            self._namespace,
+            self.job,
             self._deliver,
             client_id=None if observes else hello.client_id,
             pending=hello.pending,
@@ -312,8 +304,8 @@ class Session:
         self.awaits_commits = not observes
         if observes:
             self._request = self._observe
-        self._client.name, self._client.rank, self._client.address = hello.name, self._rank, self.address
-        self._client.read_only = self._namespace.startswith(TORCH_PREFIX)
+        self._client.name, self._client.rank, self._client.address = hello.name, self.rank, self.address
+        self._client.read_only = self.job.startswith(TORCH_PREFIX)
         welcome = Welcome(self._engine.incarnation, self._client.resumed, self._engine.limits)
         self._output.append(self._encoder.welcome(welcome))
 

@@ -11,8 +11,8 @@ from asyncdist_server.engine.counters import Counters
 from asyncdist_server.engine.history import Recorder
 from asyncdist_server.engine.leases import Leases
 from asyncdist_server.engine.namespace import KEY_OVERHEAD_BYTES, Namespace, begins_with_any
-from asyncdist_server.engine.timers import Timers
-from asyncdist_server.engine.waiters import WOKEN_AT_ONCE, Deadlines, Waiter, WaitPlace, Woken
+from asyncdist_server.engine.timers import Timed, Timers
+from asyncdist_server.engine.waiters import WOKEN_AT_ONCE, Waiter, WaitPlace, Woken
 from asyncdist_server.wire.messages import (
     EVENT_DELETE,
     EVENT_SET,
@@ -79,9 +79,9 @@ class StoreState:
         # should set, and all others.
         self.key_waits: dict[Waiter, None] = {}
         self.other_waits: dict[Waiter, None] = {}
-        self.deadlines = Deadlines()
+        self.deadlines: Timers[Waiter] = Timers()
         self.woken: deque[Woken] = deque()  # to be answered by `wake_more`
-        self.timers = Timers()
+        self.timers: Timers[Timed] = Timers()
         self.leases = Leases(self)
         self.recorder = Recorder(self)
         self.clients: dict[Client, None] = {}
@@ -307,7 +307,7 @@ class StoreState:
         self.waiter_bytes += waiter.bytes
         (self.key_waits if operation in KEY_WAITS else self.other_waits)[waiter] = None
         client.blocked[request_id] = waiter
-        self.deadlines.add(waiter)
+        self.deadlines.arm(waiter)
         if place is None:
             self._wait_at(waiter, position)
         else:
@@ -323,8 +323,7 @@ class StoreState:
         """Forget a blocked request, wherever it waits."""
         if waiter.waits_in is not None:
             waiter.waits_in.discard(waiter)
-        waiter.done = True
-        self.deadlines.forget(waiter)
+        self.deadlines.end(waiter)
         del waiter.client.blocked[waiter.request_id]
         self.waiter_count -= 1
         self.waiter_bytes -= waiter.bytes
@@ -387,10 +386,9 @@ class StoreState:
 
     def expire(self, now: float) -> None:
         """Answer every blocked request whose time is over."""
-        for waiter in self.deadlines.take_due(now):
-            if not waiter.done:  # by the end of another: a member whose join is over has left, which watchers are told
-                why = "" if waiter.waits_in is None else waiter.waits_in.explain()
-                self.finish(waiter, (waiter.request_id, TIMEOUT, why or self.missing(waiter)))
+        while (waiter := self.deadlines.take_due(now)) is not None:
+            why = "" if waiter.waits_in is None else waiter.waits_in.explain()
+            self.finish(waiter, (waiter.request_id, TIMEOUT, why or self.missing(waiter)))
 
     def missing(self, waiter: Waiter) -> list[bytes]:
         """Return the keys, at most `MAX_MISSING_REPORTED`, that a request still waits for."""

@@ -1,14 +1,14 @@
-"""What becomes due by itself besides blocked requests: leases, holds, histories, rounds. No clock and no I/O.
+"""What becomes due by itself: blocked requests, leases, holds, histories, rounds. No clock and no I/O.
 
-A thing that is kept alive again and again only moves its `deadline`; its entry in the heap stays where it is, comes up
-too early, and is then put back. This makes keeping alive free of any search.
+A lease that is kept alive again and again only moves its `deadline`. Its entry in the heap stays where it is, comes up
+too early, and is then put back. So keeping a lease alive needs no search.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from asyncdist_server.engine.namespace import Namespace
@@ -32,38 +32,55 @@ def left_s(time_s: float, since: float, age: float) -> float:
     return min(max(time_s - (age - since), 0.0), time_s)
 
 
-class Timed(Protocol):
-    """Something with a deadline. A deadline, once set, only moves to later times or to None."""
+class HasDeadline(Protocol):
+    """What `Timers` need. A deadline, once set, only moves to later times or to None."""
 
     armed: bool
+    """Whether the heap has an entry."""
     deadline: float | None
     done: bool
-    namespace: Namespace
+    """Whether the deadline counts no longer."""
+
+
+T = TypeVar("T", bound=HasDeadline)
+
+
+class Timed:
+    """A part of a namespace that has a deadline."""
+
+    __slots__ = ("armed", "deadline", "done", "namespace")
+
+    def __init__(self, namespace: Namespace, deadline: float | None = None) -> None:
+        self.namespace = namespace
+        self.deadline = deadline
+        self.armed = False
+        self.done = False
 
     def fire(self, now: float) -> None:
-        """The deadline has come."""
+        """Do what is due now that the deadline has come."""
+        raise NotImplementedError
 
 
-class Timers:
-    """Things that become due, soonest first."""
+class Timers(Generic[T]):
+    """Things that become due, soonest first; of equal deadlines the one that was armed first."""
 
     __slots__ = ("_dead", "_order", "heap")
 
     def __init__(self) -> None:
-        self.heap: list[tuple[float, int, Timed]] = []
+        self.heap: list[tuple[float, int, T]] = []
         """Empty when nothing is due ever."""
-        self._order = 0
+        self._order = 0  # breaks ties, so that two things are never compared
         self._dead = 0
 
-    def arm(self, timed: Timed) -> None:
-        """Have `timed` fire at its deadline, if it has one."""
+    def arm(self, timed: T) -> None:
+        """Make `timed` due at its deadline, if it has one."""
         if not timed.armed and timed.deadline is not None:
             timed.armed = True
             self._order += 1
             heapq.heappush(self.heap, (timed.deadline, self._order, timed))
 
-    def end(self, timed: Timed) -> None:
-        """Note that `timed` never fires again."""
+    def end(self, timed: T) -> None:
+        """Note that `timed` never becomes due again."""
         if timed.done:
             return
         timed.done = True
@@ -82,7 +99,7 @@ class Timers:
             self._dead -= timed.done
         return heap[0][0] if heap else None
 
-    def take_due(self, now: float) -> Timed | None:
+    def take_due(self, now: float) -> T | None:
         """Remove and return one thing whose deadline is not after `now`, None if there is none."""
         while (soonest := self.next()) is not None and soonest <= now:
             _, _, timed = heapq.heappop(self.heap)

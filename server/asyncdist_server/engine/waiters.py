@@ -1,16 +1,15 @@
-"""Blocked requests: which client waits for which key, in which order, until when. No clock and no I/O.
+"""Blocked requests: which client waits for which key, and in which order. No clock and no I/O.
 
-A request waits under one key at a time, even when it needs many: that key is missing, so nothing can be satisfied
-before it arrives. This makes a wait on n keys cost O(n) in all, and every wake-up a fresh look at all of them.
+A request that needs many keys waits under one that is missing. Once this key is there, all of them are looked at again.
+So a wait on n keys costs O(n) in all.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Final, Protocol
 
-from asyncdist_server.wire.codes import GET, OK, WAIT
+from asyncdist_server.wire.messages import GET, OK, WAIT
 
 if TYPE_CHECKING:
     from asyncdist_server.engine.clients import Client
@@ -21,9 +20,8 @@ kind: alone with its key, and with a time-out)."""
 WOKEN_AT_ONCE: Final = 128
 """How many waiters of a key are answered in one go: a millisecond or two, with a connection for each of them."""
 MANY_WAITERS: Final = 64
-"""With more waiters than this on one key, the first is found by its link: a dict looks past all that were removed."""
-COMPACT_AFTER: Final = 1024
-"""Dead entries are swept from the heap of deadlines when there are more of them than this and than live ones."""
+"""With more waiters than this on one key they are in an OrderedDict, which finds its first entry at once. A dict passes
+all removed entries first. But it takes 160 bytes less, which counts as most keys have one waiter."""
 
 
 class Waiter:
@@ -31,6 +29,7 @@ class Waiter:
 
     __slots__ = (
         "argument",
+        "armed",
         "bytes",
         "client",
         "deadline",
@@ -52,6 +51,7 @@ class Waiter:
         self.keys = keys
         self.position = 0
         self.deadline = deadline
+        self.armed = False
         self.done = False
         self.since = 0.0
         self.argument: int | bytes = 0  # of watch a revision, of lock a lease, of join a member
@@ -165,47 +165,3 @@ class Woken:
         if waiter.operation == WAIT:
             return waiter.request_id, OK, None
         return waiter.request_id, OK, self._value if waiter.operation == GET else [self._value]
-
-
-class Deadlines:
-    """The waiters that expire, soonest first."""
-
-    __slots__ = ("_dead", "_order", "heap")
-
-    def __init__(self) -> None:
-        self.heap: list[tuple[float, int, Waiter]] = []
-        """Empty when nothing is due ever."""
-        self._order = 0  # breaks ties, so that waiters are never compared and equal deadlines expire in order
-        self._dead = 0
-
-    def add(self, waiter: Waiter) -> None:
-        """Remember when `waiter` expires; one without a deadline never does."""
-        if waiter.deadline is not None:
-            self._order += 1
-            heapq.heappush(self.heap, (waiter.deadline, self._order, waiter))
-
-    def forget(self, waiter: Waiter) -> None:
-        """Note that `waiter`, done before its deadline, need not be looked at again."""
-        if waiter.deadline is None:
-            return
-        self._dead += 1
-        if self._dead > COMPACT_AFTER and self._dead > len(self.heap) // 2:
-            self.heap = [entry for entry in self.heap if not entry[2].done]
-            heapq.heapify(self.heap)
-            self._dead = 0
-
-    def next(self) -> float | None:
-        """Return the soonest deadline of a waiter not yet done."""
-        heap = self.heap
-        while heap and heap[0][2].done:
-            heapq.heappop(heap)
-            self._dead -= 1
-        return heap[0][0] if heap else None
-
-    def take_due(self, now: float) -> list[Waiter]:
-        """Remove and return the waiters whose deadline is not after `now`, soonest first. They have none then."""
-        due = []
-        while (deadline := self.next()) is not None and deadline <= now:
-            due.append(heapq.heappop(self.heap)[2])
-            due[-1].deadline = None  # it must not be counted as dead in the heap
-        return due

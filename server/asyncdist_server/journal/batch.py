@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any, Final
 
 from asyncdist_server.engine.changes import ChangeLog, NamespaceChanges, Reply
@@ -282,47 +282,20 @@ class BatchMaker:
                 event = history.find(revision) if history is not None else None
                 if event is not None:
                     changes.event(prefix, event)
+        elif kind == HOLDERS:
+            for prefix, lease_id in ids:
+                if holds(namespace, prefix, lease_id):
+                    changes.holder(prefix, lease_id)
         else:
-            _NOTE[kind](namespace, changes, ids)
-
-
-def _note_queues(namespace: Namespace, changes: NamespaceChanges, keys: list[bytes]) -> None:
-    for key in keys:
-        if key in changes.bounds:
-            changes.queue(key)
-
-
-def _note_leases(namespace: Namespace, changes: NamespaceChanges, lease_ids: list[int]) -> None:
-    for lease_id in lease_ids:
-        if lease_id in namespace.leases:
-            changes.lease(lease_id)
-
-
-def _note_holds(namespace: Namespace, changes: NamespaceChanges, prefixes: list[bytes]) -> None:
-    for prefix in prefixes:
-        if prefix in namespace.holds:
-            changes.hold(prefix)
-
-
-def _note_holders(namespace: Namespace, changes: NamespaceChanges, holders: list[tuple[bytes, int]]) -> None:
-    for prefix, lease_id in holders:
-        if holds(namespace, prefix, lease_id):
-            changes.holder(prefix, lease_id)
-
-
-def _note_histories(namespace: Namespace, changes: NamespaceChanges, prefixes: list[bytes]) -> None:
-    for prefix in prefixes:
-        if prefix in namespace.histories:
-            changes.history(prefix)
-
-
-_NOTE: Final[dict[int, Callable[[Namespace, NamespaceChanges, list[Any]], None]]] = {
-    QUEUES: _note_queues,
-    LEASES: _note_leases,
-    HOLDS: _note_holds,
-    HOLDERS: _note_holders,
-    HISTORIES: _note_histories,
-}
+            tables: dict[int, tuple[Container[Any], Callable[[Any], None]]] = {
+                QUEUES: (changes.bounds, changes.queue),
+                LEASES: (namespace.leases, changes.lease),
+                HOLDS: (namespace.holds, changes.hold),
+                HISTORIES: (namespace.histories, changes.history),
+            }
+            there, note = tables[kind]
+            for each in filter(there.__contains__, ids):
+                note(each)
 
 
 def _cut(sections: list[Section]) -> list[list[Section]]:

@@ -18,8 +18,6 @@ from typing import Final
 from asyncdist_server.journal.data_directory import open_file, write_durably
 from asyncdist_server.journal.journal import JournalError
 
-__all__ = ["AcknowledgedRow", "frame_offset", "more_follows"]
-
 _HEADER: Final = struct.Struct(">8I")
 """Magic number, version, page size, number of checkpoints, two salts, two checksums."""
 _FRAME: Final = struct.Struct(">6I")

@@ -1,8 +1,8 @@
-"""Backups of a running daemon, and backups put in the place of a journal.
+"""Backups: the daemon's side, the caller's side, and the commands `asyncdist-server backup|restore|verify`.
 
-Who wants one puts an empty file `request-<id>` into the directory of backups and sends the daemon SIGUSR1; the answer
-is the file `answer-<id>`. So only who may write to the data directory gets one, and nothing but the daemon's one
-connection ever touches its files. A SIGUSR1 without a request makes a backup as well.
+To get a backup of a running daemon, a process puts an empty file `request-<id>` into the directory of backups and sends
+the daemon SIGUSR1. The daemon answers with the file `answer-<id>`. So only a user who may write to the data directory
+gets a backup, and only the daemon's one connection touches the journal. A SIGUSR1 without a request makes a backup too.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final
 
+import click
+
+from asyncdist_server.engine.engine import StoreEngine
 from asyncdist_server.journal.data_directory import (
     FILE_MODE,
     RESTORED,
@@ -36,12 +39,15 @@ from asyncdist_server.journal.group_commit import GroupCommit
 from asyncdist_server.journal.journal import JournalError
 from asyncdist_server.journal.replay import Replay
 from asyncdist_server.journal.sqlite_journal import SqliteJournal, read_file, void_what_clients_know
+from asyncdist_server.ops.privileges import become_owner, opened_before_becoming_owner
 from asyncdist_server.wire.key_text import escaped
 from asyncdist_server.wire.messages import INCARNATION_BYTES
 
 if TYPE_CHECKING:
     from asyncdist_server.serving.daemon import StoreServer
 
+BACKUP_TIMEOUT_S: Final = 60.0
+"""How long a daemon may take: the largest store it can hold is copied in a fraction of that."""
 POLL_S: Final = 0.05
 """How often one who asked for a backup looks for the answer."""
 UNREAD_S: Final = 60.0
@@ -195,7 +201,7 @@ def _ask(directory: Path, process: int, listens: bool, timeout_s: float) -> Path
     return Path(said["path"])
 
 
-def restore(backup: BinaryIO, directory: Path) -> Path | None:
+def put_back(backup: BinaryIO, directory: Path) -> Path | None:
     """Put a backup in the place of a journal; returns where the old one is now, None if there was none.
 
     The store is another incarnation then: clients are told that what they did since is gone. Raises `JournalError` if
@@ -233,3 +239,70 @@ def _put_aside(place: DataDirectory) -> Path | None:
         path.replace(old / path.name)
     sync_directory(old)
     return old
+
+
+_data_dir = click.option(
+    "--data-dir",
+    required=True,
+    type=click.Path(file_okay=False, path_type=Path),
+    envvar="ASYNCDIST_SERVER_DATA_DIR",
+    show_envvar=True,
+    help="The daemon's data directory.",
+)
+
+
+@click.command()
+@_data_dir
+@click.option("--timeout", default=BACKUP_TIMEOUT_S, help="Seconds to wait for a running daemon.")
+def backup(data_dir: Path, timeout: float) -> None:
+    """Copy the data to a new file in DATA_DIR/backups. Prints its name; the daemon may run or not."""
+    try:
+        become_owner(data_dir)
+        click.echo(str(back_up(data_dir, timeout)))
+    except JournalError as error:
+        raise click.ClickException(str(error)) from error
+
+
+@click.command()
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@_data_dir
+def restore(file: Path, data_dir: Path) -> None:
+    """Put the backup FILE in the place of the data. The daemon must not run; what was there is kept beside it."""
+    try:
+        with opened_before_becoming_owner(file, data_dir) as opened:
+            old = put_back(opened, data_dir)
+    except JournalError as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(f"restored {file}" + (f"; the old journal is in {old}" if old is not None else ""))
+
+
+@click.command()
+@click.argument("file", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option(
+    "--data-dir",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    envvar="ASYNCDIST_SERVER_DATA_DIR",
+    help="The data of a daemon that does not run, instead of a backup.",
+)
+def verify(file: Path | None, data_dir: Path | None) -> None:
+    """Check a backup, or the data of a stopped daemon. Reads all of it, and says what it holds."""
+    replay = Replay()
+    try:
+        if file is not None:
+            become_owner(file.parent)
+            read_file(file, replay.row)
+        elif data_dir is not None:
+            become_owner(data_dir)
+            with unattended(data_dir) as journal:
+                journal.read(replay.row)
+        else:
+            raise click.UsageError("give a FILE or --data-dir")
+    except JournalError as error:
+        raise click.ClickException(str(error)) from error
+    engine = StoreEngine(b"")
+    replay.fill(engine, 0.0)
+    found = engine.statistics()
+    click.echo(
+        f"{file or data_dir}: sound, {found['namespaces']} namespaces, {found['keys']} keys, {found['queues']} queues, "
+        f"{found['leases']} leases, revision {replay.revision}"
+    )

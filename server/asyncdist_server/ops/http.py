@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Final, cast
 
 from asyncdist_server.ops.metrics import PREFIX, Metric, Samples, collect
 from asyncdist_server.serving.config import ConfigError
-from asyncdist_server.serving.daemon import StoreServer
+from asyncdist_server.serving.daemon import StoreServer, not_served, stuck
 from asyncdist_server.serving.sockets import format_address, is_loopback
-from asyncdist_server.serving.status import not_served, stuck
 
 if TYPE_CHECKING:
     from aiohttp import web

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from asyncdist_server.engine.counters import RESULT_NAMES, Histogram
-from asyncdist_server.serving.status import not_served, version
-from asyncdist_server.wire.codes import OPERATION_NAMES
+from asyncdist_server.serving.daemon import not_served, version
+from asyncdist_server.wire.messages import OPERATION_NAMES
 
 if TYPE_CHECKING:
     from asyncdist_server.serving.daemon import StoreServer

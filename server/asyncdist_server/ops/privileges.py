@@ -18,8 +18,6 @@ from typing import Any, BinaryIO, Final
 
 from asyncdist_server.journal.journal import JournalError
 
-__all__ = ["become_owner", "opened_before_becoming_owner"]
-
 _CLONE_NEWNS: Final = 0x20000
 _MS_BIND: Final = 0x1000
 _MS_REC: Final = 0x4000

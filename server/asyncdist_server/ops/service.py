@@ -15,9 +15,8 @@ from typing import Final
 
 from asyncdist_server.ops.backups import BackupRequests
 from asyncdist_server.serving.config import ConfigError, ServerConfig
-from asyncdist_server.serving.daemon import StoreServer
+from asyncdist_server.serving.daemon import StoreServer, version
 from asyncdist_server.serving.sockets import descriptor_limit
-from asyncdist_server.serving.status import version
 
 
 async def run_until_signalled(config: ServerConfig) -> None:

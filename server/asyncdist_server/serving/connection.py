@@ -14,8 +14,7 @@ from asyncdist_server.engine.counters import count
 from asyncdist_server.engine.replies import SMALL_BYTES
 from asyncdist_server.engine.session import TURN_BYTES, Session
 from asyncdist_server.serving.config import CLOSE_TIMEOUT_S
-from asyncdist_server.serving.sockets import format_address, notice_lost_hosts
-from asyncdist_server.torch.popped_items import unacknowledged_bytes
+from asyncdist_server.serving.sockets import format_address, notice_lost_hosts, unacknowledged_bytes
 from asyncdist_server.torch.session import TorchSession
 from asyncdist_server.torch.wire import FIRST_BYTE
 from asyncdist_server.wire.auth import Refusal

@@ -1,18 +1,20 @@
-"""The daemon: listening sockets, the engine's one timer, and stopping without losing replies already made."""
+"""The daemon: listening sockets, the engine's one timer, an orderly stop, and what STATUS says of the process."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import errno
+import functools
 import logging
+import os
 import random
 import secrets
 import socket
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 from asyncdist_server.engine.engine import StoreEngine
 from asyncdist_server.engine.replies import UNSAID_FRAMES, Unsaid
@@ -24,7 +26,6 @@ from asyncdist_server.serving.config import BACKLOG, MAX_HALF_OPEN, ServerConfig
 from asyncdist_server.serving.connection import Connection
 from asyncdist_server.serving.fairness import HalfOpen, Turns
 from asyncdist_server.serving.sockets import descriptor_limit, format_address, is_loopback, sockets_within
-from asyncdist_server.serving.status import describe
 from asyncdist_server.serving.tls_connection import TLSConnection
 from asyncdist_server.torch.namespaces import TorchNamespace, TorchNamespaces
 from asyncdist_server.wire.auth import Refusal
@@ -363,3 +364,59 @@ def _bind_all(addresses: Sequence[tuple[int, str]], port: int) -> list[socket.so
             sock.close()
         raise
     return sockets
+
+
+def describe(server: StoreServer) -> dict[str, Any]:
+    """Return the server's version, address, process, age, connections, memory and journal."""
+    return {
+        "version": version(),
+        "address": server.address,
+        "pid": os.getpid(),
+        "uptime_s": round(time.monotonic() - server.started_at, 3),
+        "connections": server.connection_count,
+        "connection_limit": server.config.limits.connections,
+        "process_bytes": resident_bytes(),
+        "durability": server.config.durability.name,
+        **_of_journal(server),
+    }
+
+
+def stuck(server: StoreServer) -> dict[str, float]:
+    """Return for how long the journal has been stuck, nothing if it is not."""
+    stuck_s = 0.0 if server.gate is None else server.gate.stuck_s
+    return {"journal_stuck_s": round(stuck_s, 3)} if stuck_s else {}
+
+
+def not_served(server: StoreServer) -> str:
+    """Return why clients are not served now, in a few words; empty while they are."""
+    gate = server.gate
+    if not server.not_ready and gate is not None and gate.stuck_s and gate.durability.delay_s is None:
+        return "the journal is stuck"  # every answer waits for it, and every new client
+    return server.not_ready
+
+
+def _of_journal(server: StoreServer) -> dict[str, Any]:
+    gate = server.gate
+    if gate is None:
+        return {}
+    return {"journal_bytes": gate.journal_bytes, "commits": gate.statistics.commits, **stuck(server)}
+
+
+def resident_bytes() -> int:
+    """Return how much memory this process occupies, 0 where the system does not tell."""
+    try:
+        with open("/proc/self/statm", "rb") as statm:
+            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+@functools.cache
+def version() -> str:
+    """Return the version of the installed package; `unknown` where the sources run without being installed."""
+    import importlib.metadata  # which loads as much as all of the store client, for what few ask
+
+    try:
+        return importlib.metadata.version("asyncdist")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"

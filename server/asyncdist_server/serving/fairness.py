@@ -1,8 +1,8 @@
-"""Fairness between clients: who takes the next turn, and which half-open connection gives way to a new one.
+"""Fairness between clients: which client has the next turn, and which half-open connection gives way to a new one.
 
-What takes long is done a little at a time: a client that has much to say or to be told goes on in turns. Each pass of
-the loop gives one of them, so that whatever else has arrived is served in between. Jobs take turns first, and then the
-clients of a job: however many clients another job has, they have no more turns than it alone.
+Long work is done in turns: a client with many requests or large replies goes on in its next turn. Each pass of the loop
+gives one turn, and serves all other clients in between. Turns go round the jobs, and within a job round its clients. So
+a job with many clients has no more turns than a job with one.
 """
 
 from __future__ import annotations
@@ -13,22 +13,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from asyncdist_server.serving.connection import Connection
 
-__all__ = ["HalfOpen", "Turns"]
-
 
 class Player(Protocol):
-    """A connection."""
+    """A connection that wants a turn."""
 
     @property
     def job(self) -> str:
         """The job that its client belongs to."""
 
     def take_turn(self) -> None:
-        """Do as much as may be done at a time."""
+        """Do as much work as one turn may have."""
 
 
 class Turns:
-    """Those who want a turn. `call_soon` has a function called in the loop's next pass."""
+    """The connections that want a turn. `call_soon(function)` calls the function in the loop's next pass."""
 
     __slots__ = ("_call_soon", "_due", "_waiting")
 
@@ -61,7 +59,7 @@ class Turns:
 class HalfOpen:
     """The connections that have not proven a token, and which of them gives its place to a new one.
 
-    They are counted by address: no address can take the places of others.
+    They are counted by address, so that no address can take the places of others.
     """
 
     __slots__ = ("_by_host", "_count")

@@ -1,4 +1,4 @@
-"""Sockets of clients and the descriptors they need: keep-alive, addresses, and how many the process may have."""
+"""Sockets of clients: keepalive, addresses, ports served by this process, and how many descriptors it may have."""
 
 from __future__ import annotations
 
@@ -7,21 +7,16 @@ import ipaddress
 import os
 import socket
 import sys
-from typing import Any, Final
+import weakref
+from typing import TYPE_CHECKING, Any, Final
 
 if sys.platform != "win32":
     import resource
-
-__all__ = [
-    "SPARE_DESCRIPTORS",
-    "connections_within",
-    "descriptor_limit",
-    "format_address",
-    "notice_lost_hosts",
-    "open_standard_descriptors",
-    "raise_descriptor_limit",
-    "sockets_within",
-]
+if sys.platform == "linux":
+    import fcntl
+    import termios
+if TYPE_CHECKING:
+    from asyncdist_server.serving.threaded import ThreadedServer
 
 KEEPALIVE_IDLE_S: Final = 10
 KEEPALIVE_INTERVAL_S: Final = 15
@@ -33,8 +28,8 @@ for its restart. Later than a client notices that it is cut off, which takes it 
 bound to the connection begins with its holder before it does here.
 """
 UNACKNOWLEDGED_MS: Final = 1000 * (KEEPALIVE_IDLE_S + KEEPALIVE_INTERVAL_S * KEEPALIVE_PROBES)
-"""And as soon when something was sent to it, of which keepalive knows nothing: Linux would try for 15 minutes, in which
-what is bound to that connection would seem to be in use."""
+"""The same for a connection with unacknowledged data, which keepalive does not probe. Linux would send again for 15
+minutes; so long a lock that is bound to the connection would seem to be held."""
 
 
 def format_address(address: tuple[Any, ...] | None) -> str:
@@ -46,15 +41,19 @@ def format_address(address: tuple[Any, ...] | None) -> str:
 
 
 def notice_lost_hosts(sock: socket.socket | None) -> None:
+    """Have the kernel end the connection of a client whose host has vanished."""
+    if sock is not None:
+        keep_alive(sock, KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES, UNACKNOWLEDGED_MS)
+
+
+def keep_alive(sock: socket.socket, idle_s: int, interval_s: int, probes: int, unacknowledged_ms: int) -> None:
     """Turn on keepalive and bound how long data may stay unacknowledged; and send at once what is written."""
-    if sock is None:
-        return
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
-        ("TCP_KEEPIDLE", KEEPALIVE_IDLE_S),
-        ("TCP_KEEPINTVL", KEEPALIVE_INTERVAL_S),
-        ("TCP_KEEPCNT", KEEPALIVE_PROBES),
-        ("TCP_USER_TIMEOUT", UNACKNOWLEDGED_MS),
+        ("TCP_KEEPIDLE", idle_s),
+        ("TCP_KEEPINTVL", interval_s),
+        ("TCP_KEEPCNT", probes),
+        ("TCP_USER_TIMEOUT", unacknowledged_ms),
         ("TCP_NODELAY", 1),
     ):
         if hasattr(socket, name):  # macOS lacks TCP_KEEPIDLE and TCP_USER_TIMEOUT
@@ -106,7 +105,7 @@ def sockets_within(allowed: int | None) -> int:
 
 
 def raise_descriptor_limit() -> None:
-    """Ask for as many as this user may have: the usual 1,024 would stop at 1,000 ranks."""
+    """Raise the limit as far as this user may: the usual 1,024 descriptors would admit about 900 ranks."""
     if sys.platform == "win32":
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -124,3 +123,23 @@ def open_standard_descriptors() -> None:
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)  # workers, too
     os.close(descriptor)
+
+
+def unacknowledged_bytes(descriptor: int) -> int:
+    """Return how many bytes the other host's kernel has not acknowledged; 0 where that cannot be known."""
+    if sys.platform != "linux":
+        return 0
+    try:
+        answer = fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(4))  # SIOCOUTQ, of a TCP socket
+    except OSError:
+        return 0
+    return int.from_bytes(answer, sys.byteorder)
+
+
+running: Final[weakref.WeakSet[ThreadedServer]] = weakref.WeakSet()
+"""The stores that threads of this process serve."""
+
+
+def served_here(port: int) -> bool:
+    """Whether a thread of this process serves that port: looking for its answers would keep it from giving them."""
+    return any(server.port == port for server in list(running))

@@ -1,4 +1,4 @@
-"""A store in this process, on a thread and an event loop of its own, whatever the rest of the process does."""
+"""ThreadedServer: a daemon on a thread of this process, with an event loop of its own."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import functools
 import os
 import threading
 from pathlib import Path
-from types import TracebackType
 from typing import Final
 
 from asyncdist_server.serving.config import ServerConfig
 from asyncdist_server.serving.daemon import StoreServer
-from asyncdist_server.serving.running import running
+from asyncdist_server.serving.sockets import running
 from asyncdist_server.wire.messages import Limits
 
 STOP_MARGIN_S: Final = 5.0
@@ -29,19 +28,19 @@ class ThreadedServer:
         self._stop_event: asyncio.Event | None = None
         self._started = threading.Event()
         self._errors: list[BaseException] = []
-        self._server: StoreServer | None = None
+        self._server: StoreServer  # set by the thread before it says that it has started
         self._thread = threading.Thread(target=self._run, name="asyncdist-store", daemon=True)
         self._thread.start()
         self._started.wait()
         if self._errors:
             self._thread.join()
             raise self._errors[0]
-        _give_up_in_forked_children(self)
+        _watch_forks()
+        running.add(self)
 
     @property
     def port(self) -> int:
         """The port listened on."""
-        assert self._server is not None
         return self._server.port
 
     @property
@@ -52,13 +51,11 @@ class ThreadedServer:
     @property
     def address(self) -> str:
         """Where clients connect, as host:port."""
-        assert self._server is not None
         return self._server.address
 
     @property
     def connection_count(self) -> int:
         """Connections open now; may be asked from any thread."""
-        assert self._server is not None
         return self._server.connection_count
 
     def close(self) -> None:
@@ -75,7 +72,6 @@ class ThreadedServer:
 
         They are replaced rather than closed: objects of the parent's loop still close those numbers some day.
         """
-        assert self._server is not None
         nothing = os.open(os.devnull, os.O_RDWR)
         for descriptor in self._server.descriptors():
             with contextlib.suppress(OSError):
@@ -86,9 +82,7 @@ class ThreadedServer:
     def __enter__(self) -> ThreadedServer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _run(self) -> None:
@@ -116,11 +110,6 @@ class ThreadedServer:
 @functools.cache
 def _watch_forks() -> None:
     os.register_at_fork(after_in_child=_after_fork)
-
-
-def _give_up_in_forked_children(server: ThreadedServer) -> None:
-    _watch_forks()
-    running.add(server)
 
 
 def _after_fork() -> None:

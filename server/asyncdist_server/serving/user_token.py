@@ -18,8 +18,6 @@ from typing import Final
 from asyncdist_server.serving.sockets import is_loopback
 from asyncdist_server.wire.auth import MAX_TOKEN_FILE_BYTES, new_token, parse_tokens
 
-__all__ = ["default_token", "find_user_token", "make_user_token", "user_token_path"]
-
 RUNTIME: Final = Path("/run/user")
 """Where systemd makes the runtime directories, for processes that have lost the variable."""
 

@@ -14,15 +14,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
-from asyncdist_server.engine.clients import TURN_WORK_BYTES
-from asyncdist_server.engine.engine import Client, Reply
+from asyncdist_server.engine.clients import TURN_WORK_BYTES, Client, Reply
 from asyncdist_server.engine.namespace import Namespace
 from asyncdist_server.engine.operations import parse_number
 from asyncdist_server.engine.replies import PIECE_BYTES
 from asyncdist_server.engine.replies import SMALL_BYTES as SMALL_INPUT_BYTES
 from asyncdist_server.engine.session import TURN_BYTES, TURN_REQUESTS
+from asyncdist_server.engine.state import StoreState
 from asyncdist_server.torch.namespaces import JOB_KEY_STARTS, MAX_JOBS, Barrier, TorchNamespace, job_of
-from asyncdist_server.torch.popped_items import PoppedItems
 from asyncdist_server.torch.requests import REQUESTS
 from asyncdist_server.torch.wire import (
     MAX_VECTOR_KEYS,
@@ -419,3 +418,42 @@ class TorchSession:
         self.namespace.take_input(-self.buffered)
         self.buffered = 0
         self.error = reason
+
+
+class PoppedItems(list[tuple[bytes, bytes]]):
+    """Queue and item of each pop whose answer one client may not have, oldest first.
+
+    A client has read what it was sent if it asks for something more, or ends its connection in order: a kernel resets
+    one whose process ends with something unread. `last_id` is always that of the client's last request.
+    """
+
+    __slots__ = ("_sent", "_sent_at", "unread")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sent = 0  # how many of the first are on their way
+        self._sent_at = 0  # since the request of that id
+        self.unread = False
+        """Whether the client ended without having read what it was sent last."""
+
+    def sent(self, anything: bool, last_id: int, state: StoreState, client: Client) -> None:
+        """Note that all output was taken, and whether there was any."""
+        if anything or last_id != self._sent_at:
+            del self[: self._sent]
+            self._sent = len(self)
+            self._sent_at = last_id
+            self._charge(sum(len(key) + len(item) for key, item in self), state, client)
+
+    def end(self, last_id: int, state: StoreState, client: Client) -> None:
+        """Keep those only that the client does not have."""
+        if not self.unread or last_id != self._sent_at:
+            del self[: self._sent]
+        self._charge(0, state, client)
+
+    def _charge(self, size: int, state: StoreState, client: Client) -> None:
+        """Charge the store for the items that are on their way, and no longer for those that were."""
+        grown_bytes = size - client.remembered_bytes
+        state.remember(grown_bytes)
+        if client.namespace.share is not None:
+            client.namespace.share.bytes += grown_bytes
+        client.remembered_bytes = size

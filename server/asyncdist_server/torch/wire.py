@@ -66,16 +66,7 @@ class Query(enum.IntEnum):
     BARRIER = 18
 
 
-class _Field(enum.IntEnum):
-    KEY = 0
-    VALUE = 1
-    INT64 = 2
-    UINT32 = 3
-    KEYS = 4
-    PAIRS = 5
-
-
-_KEY, _VALUE, _INT64, _UINT32, _KEYS, _PAIRS = map(int, _Field)
+_KEY, _VALUE, _INT64, _UINT32, _KEYS, _PAIRS = range(6)
 _FIELDS: Final[Mapping[int, tuple[int, ...]]] = {
     Query.VALIDATE: (_UINT32,),
     Query.SET: (_KEY, _VALUE),

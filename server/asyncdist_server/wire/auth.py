@@ -43,8 +43,6 @@ from typing import Final
 
 from asyncdist_server.wire.messages import MAX_NAMESPACE_BYTES
 
-__all__ = ["MAX_TOKEN_FILE_BYTES", "load_token", "parse_tokens", "read_token_file", "read_tokens", "token_file"]
-
 HANDSHAKE_VERSION: Final = 1
 MAGIC: Final = b"\xadDST"
 """Not ASCII, not 0: neither HTTP nor torch's store clients begin like this."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 from typing import Final
 
-__all__ = ["escaped", "shown", "unescaped"]
-
 SHOWN_HEAD_BYTES: Final = 80
 SHOWN_TAIL_BYTES: Final = 40
 """What a message shows of a long key, whose owner may be a stranger: how it begins, and what it may differ in."""

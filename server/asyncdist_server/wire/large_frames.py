@@ -19,8 +19,6 @@ from asyncdist_server.wire.messages import (
     decode_requests,
 )
 
-__all__ = ["KERNEL_BYTES", "LARGE_FRAME_BYTES", "TAKEN_OUT_BYTES", "LargeFrame", "LongBytes", "RequestReader"]
-
 LARGE_FRAME_BYTES: Final = 512 * 1024
 """A frame that is no larger is decoded in less than a millisecond."""
 TAKEN_OUT_BYTES: Final = 16 * 1024

@@ -80,15 +80,78 @@ Requests and what their reply's value is (`timeout_ms` is an integer >= 0, or No
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, NoReturn
 
 import msgpack
 
-from asyncdist_server.wire.codes import *  # noqa: F403  # they are part of this contract
-from asyncdist_server.wire.codes import OK, REFUSED
+# Operation codes. Small integers, so that msgpack spends one byte on them.
+SET: Final = 1
+GET: Final = 2
+ADD: Final = 3
+CHECK: Final = 4
+WAIT: Final = 5
+COMPARE_SET: Final = 6
+DELETE: Final = 7
+APPEND: Final = 8
+MULTI_GET: Final = 9
+MULTI_SET: Final = 10
+NUM_KEYS: Final = 11
+LIST_KEYS: Final = 12
+QUEUE_PUSH: Final = 13
+QUEUE_POP: Final = 14
+QUEUE_LEN: Final = 15
+QUEUE_RETURN: Final = 16
+CANCEL: Final = 17
+DELETE_NAMESPACE: Final = 18
+PING: Final = 19
+GOODBYE: Final = 20
+GRANT: Final = 21
+KEEP_ALIVE: Final = 22
+REVOKE: Final = 23
+SET_LEASED: Final = 24
+HOLD: Final = 25
+WATCH: Final = 26
+LOCK: Final = 27
+UNLOCK: Final = 28
+JOIN: Final = 29
+LEAVE: Final = 30
+STATUS: Final = 31
+WAITS: Final = 32
+NAMESPACES: Final = 33
 
-__all__ = ["BIN_LENGTHS", "HEADS", "Names", "held_bytes", "more_elements_than"]
+_OTHER_NAMES: Final = {DELETE: "delete_key", GRANT: "lease", SET_LEASED: "set with lease"}
+OPERATION_NAMES: Final[Mapping[int, str]] = {
+    code: _OTHER_NAMES.get(code, name.lower()) for name, code in list(globals().items()) if type(code) is int
+}
+"""What people call the operations: all constants above, in lower case but for three."""
+
+MUTATIONS: Final = frozenset(
+    {SET, ADD, COMPARE_SET, DELETE, APPEND, MULTI_SET, QUEUE_PUSH, QUEUE_POP, QUEUE_RETURN, DELETE_NAMESPACE}
+    | {GRANT, REVOKE, SET_LEASED, HOLD, LOCK, UNLOCK, JOIN, LEAVE}
+)
+"""Operations whose replies the daemon remembers, and which a client names in `Hello.pending`."""
+
+OBSERVATIONS: Final = (STATUS, WAITS, NAMESPACES, PING, GOODBYE)
+"""What a client may ask that only looks: nothing of what is told depends on a change."""
+
+# Reply codes. The value of OK is the operation's; of TIMEOUT the list of keys still missing (at most
+# MAX_MISSING_REPORTED), or of a join that waits for a name a text for people; of all others a text for people.
+OK: Final = 0
+TIMEOUT: Final = 1
+LIMIT: Final = 2  # a documented bound; nothing of the request was applied
+INVALID: Final = 3  # the request makes no sense on the stored value; nothing was applied
+CANCELLED: Final = 4  # withdrawn by CANCEL
+PROTOCOL: Final = 5  # the bytes broke this contract; the connection is closed
+REFUSED: Final = 6  # this client may not connect now (version, too many connections, superseded)
+COMPACTED: Final = 7  # events from that revision on are no longer all remembered
+LEASE_LOST: Final = 8  # there is no such lease (any more); nothing was applied
+STOPPING: Final = 9  # of id 0: the daemon stops; connect again, here once it is back or to another
+
+# What a watch tells of a key.
+EVENT_SET: Final = 1
+EVENT_DELETE: Final = 2
+EVENT_EXPIRE: Final = 3  # deleted because the lease it was bound to expired
 
 PROTOCOL_VERSION: Final = 1
 

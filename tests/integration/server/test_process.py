@@ -20,8 +20,8 @@ from daemon_kit import DEADLINE_S, Daemon, environment
 from punctual import assert_within, punctual
 from server_kit import SocketClient
 
+from asyncdist_server.serving.daemon import version
 from asyncdist_server.serving.sockets import SPARE_DESCRIPTORS
-from asyncdist_server.serving.status import version
 from asyncdist_server.wire import messages as m
 from asyncdist_server.wire.auth import AuthenticationError, Refusal, new_token
 

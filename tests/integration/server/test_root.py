@@ -187,7 +187,7 @@ def test_root_signals_no_process_of_another_user(data: Path) -> None:
 AS_SOMEBODY = """
 import encodings.idna, os, sys
 from asyncdist_server.cli import main
-from asyncdist_server.serving.status import version
+from asyncdist_server.serving.daemon import version
 
 version()
 os.setgroups([])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncdist.store.arguments import MAX_AMOUNT, MIN_AMOUNT, checked_amount, checked_value, encoded_keys
+from asyncdist.store.base import MAX_AMOUNT, MIN_AMOUNT, checked_amount, checked_value, encoded_keys
 
 
 @pytest.mark.parametrize("amount", [MIN_AMOUNT, 0, MAX_AMOUNT])

@@ -12,7 +12,7 @@ import pytest
 from asyncdist.concurrency.spin import CATCH, MAX_SKIPPED, PATIENCE, TURN_S
 from asyncdist.store import reply as replies
 from asyncdist.store.reply import ALONE, Lookout, same_host
-from asyncdist_server.serving.running import served_here
+from asyncdist_server.serving.sockets import served_here
 from asyncdist_server.serving.threaded import serve_in_thread
 
 LIMIT_US = 20.0
