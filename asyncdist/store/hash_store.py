@@ -53,7 +53,7 @@ class HashStore(CoordinatingStore):
         self.cut()
 
     def cut(self) -> None:
-        """The same, at once."""
+        """Close as `close` does, without a coroutine."""
         if self._closed:
             return
         self._closed = True
@@ -61,7 +61,7 @@ class HashStore(CoordinatingStore):
         self._shared.close(self._client)
         for reply in self._blocked.values():
             reply.set_exception(ClosedError(f"{self!r} was closed"))
-            reply.exception()  # whoever closes knows; nobody has to look at an abandoned reply
+            reply.exception()  # so that asyncio does not warn: the caller of `close` knows
         self._blocked.clear()
 
     def withdraw(self, reply: Reply) -> None:

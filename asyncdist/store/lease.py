@@ -1,4 +1,4 @@
-"""Lease and Lock: what a client vouches for, and how a store object keeps the leases it was granted."""
+"""Lease and Lock, and LeaseKeeper, which keeps the leases of one store object alive."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ Ask = Callable[[int, tuple[Any, ...], float | None], asyncio.Future[Any]]
 
 
 class Lease:
-    """Something to bind keys to: `await store.set(key, value, lease=lease)`. Made by `store.lease`.
+    """Keys that are bound to a lease go when it ends: `await store.set(key, value, lease=lease)`. See `store.lease`.
 
-    The store object keeps it alive until `revoke` (also the end of `async with`), which deletes what is bound to it.
-    When the store is closed, a lease bound to its connection ends at once, one by time when its time is over. A lease
-    is `lost` when the daemon says that it has ended, and as soon as it may have: when the daemon could not be reached
-    for `ttl` seconds. It never comes back; get a new one.
+    The store object keeps the lease alive until `revoke`, which the end of `async with` calls too. When the store is
+    closed, a lease bound to its connection ends at once, and a lease by time when its time is over. A lease is `lost`
+    when the daemon says that it has ended, or could not be reached for `ttl` seconds, as it may have ended then. A lost
+    lease never comes back: get a new one.
     """
 
     def __init__(self, keeper: LeaseKeeper, ttl_s: float, bound: bool) -> None:
@@ -74,9 +74,9 @@ class Lease:
         return await asyncio.shield(self._ended)
 
     def outlive_outages(self) -> None:
-        """Lose the lease only when the daemon says so, however long it could not be reached.
+        """Lose the lease only when the daemon says so, not when the daemon could not be reached for long.
 
-        For holders that learn in other ways who else may have taken their place.
+        For holders that learn in another way whether a process has taken their place.
         """
         self._outlives = True
 
@@ -165,7 +165,7 @@ class LeaseKeeper:
             self._ask(messages.REVOKE, (lease.id,), None).add_done_callback(_ignore)
 
     def connection_lost(self) -> None:
-        """Bound leases begin to run out."""
+        """Let the time of leases that are bound to the connection begin."""
         now = self.loop().time()
         for lease in self._leases.values():
             if lease._bound:
@@ -175,14 +175,14 @@ class LeaseKeeper:
     def connected(self) -> None:
         """Ask which leases are still there, after a connection was made anew.
 
-        What was asked on the one before, and is asked again, does not say it of those that are younger.
+        A question of the last connection is sent again, but does not name the leases granted since.
         """
         if self._asked is not None:
             self._asked.cancel()
         self._renew()
 
     def close(self) -> None:
-        """The store is closed: nothing is kept alive any more."""
+        """Keep no lease alive any more: the store is closed."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -1,4 +1,4 @@
-"""Watch: what happens to the keys of a prefix, one event after the other, without gaps."""
+"""Watch: the changes of the keys with a prefix, one event after the other, without gaps."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Watch(AsyncIterator[WatchEvent]):
         return WatchEvent(KINDS[kind], decoded_key(key)[self._strip :], value, revision)
 
     async def _more(self) -> None:
-        """Take the next answer; nothing of it counts unless all of it does."""
+        """Take the next answer, all of it or, when cancelled, nothing."""
         if self._reply is None:
             self._reply = self._ask((self._prefix, self._revision))
         reply = self._reply

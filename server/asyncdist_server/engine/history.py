@@ -133,16 +133,7 @@ class Recorder:
 class History(Timed):
     """The events of one prefix, oldest first. Those up to `floor` are not all here."""
 
-    __slots__ = (
-        "_state",
-        "bytes",
-        "events",
-        "floor",
-        "idle_since",
-        "pinned",
-        "prefix",
-        "seen_at",
-    )
+    __slots__ = ("_state", "bytes", "events", "floor", "idle_since", "pinned", "prefix", "seen_at")
 
     def __init__(self, state: StoreState, namespace: Namespace, prefix: bytes) -> None:
         super().__init__(namespace)

@@ -35,17 +35,7 @@ has arrived and was not read. Clients renew a lease three times in its time, so 
 class Lease(Timed):
     """A lease. Its deadline is None while it is bound to a connection that is there."""
 
-    __slots__ = (
-        "_state",
-        "holds",
-        "idle_since",
-        "jobs",
-        "keys",
-        "lease_id",
-        "owner",
-        "since",
-        "ttl_s",
-    )
+    __slots__ = ("_state", "holds", "idle_since", "jobs", "keys", "lease_id", "owner", "since", "ttl_s")
 
     def __init__(
         self, state: StoreState, namespace: Namespace, lease_id: int, ttl_s: float, owner: bytes | Client | None
@@ -101,14 +91,7 @@ class Lease(Timed):
 class Hold(Timed):
     """A prefix whose keys go when no lease holds it any more."""
 
-    __slots__ = (
-        "_state",
-        "idle_since",
-        "job",
-        "leases",
-        "linger_s",
-        "prefix",
-    )
+    __slots__ = ("_state", "idle_since", "job", "leases", "linger_s", "prefix")
 
     def __init__(self, state: StoreState, namespace: Namespace, prefix: bytes) -> None:
         super().__init__(namespace)
