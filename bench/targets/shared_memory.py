@@ -106,7 +106,8 @@ def judge(cells: Sequence[Cell]) -> list[Verdict]:
         elif operation == "ping_pong":
             found += [_time(cell, name, limit_s) for name, limit_s in PING_PONG_LIMITS_S.items()]
         elif operation == "one_way":
-            found += [_rate(cell, name, limit) for name, limit in ONE_WAY_GIGABYTES.items()]
+            measured = {name: limit for name, limit in ONE_WAY_GIGABYTES.items() if name in cell.measurements}
+            found += [_rate(cell, name, limit) for name, limit in measured.items()]
         elif cell.subject == stress.SUBJECT.name:
             found.append(_stress(cell))
     return found + in_flight(cells)

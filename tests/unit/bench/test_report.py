@@ -8,8 +8,9 @@ import json
 import pytest
 
 from bench import report, stress, subjects
+from bench.candidates import ASYNCDIST_EMPTY
 from bench.driver import IN_FLIGHT, ONE_BY_ONE
-from bench.model import PROMISES, Case, Cell, Measurement
+from bench.model import PROMISES, SMOKE, Case, Cell, Measurement
 from bench.subjects import collective_cases
 from bench.targets import TARGETS, collectives, shared_memory
 from bench.targets.verdict import Verdict, document
@@ -132,6 +133,13 @@ def test_messages_in_shared_memory_have_limits() -> None:
     cell = cell_of("p2p", large, 2, asyncdist=64 * MIB / 8.1e9, asyncdist_empty=64 * MIB / 14.9e9)
     assert shared(cell, "one_way 64 MiB, 2 ranks") is True
     assert shared(cell, "one_way 64 MiB, 2 ranks, empty") is False
+
+
+def test_a_candidate_that_a_case_leaves_out_is_not_judged() -> None:
+    case = subjects.message_case("one_way", SMOKE.large_bytes, SMOKE)
+    assert not shared_memory.MESSAGES.wanted(ASYNCDIST_EMPTY, case, 2)
+    cell = cell_of("p2p", case, 2, asyncdist=1.0)
+    assert [verdict.measure for verdict in shared_memory.judge([cell])] == ["one_way 1 MiB, 2 ranks"]
 
 
 @pytest.mark.parametrize(
