@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias
 
+from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.cost.load import Load, Shape, SharedLoad
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.records import Takes
@@ -27,8 +28,10 @@ __all__ = [
     "Pace",
 ]
 
-Build: TypeAlias = Callable[[Problem, int, int], Plan]
-"""(problem, rank, elements in a chunk at most) -> the rank's plan; every one serves any world, root and counts."""
+Build: TypeAlias = Callable[[PlanBuilder, Problem, int], Plan]
+"""(an empty builder of the rank's plan, the problem, elements in a chunk at most) -> the rank's plan.
+
+Every algorithm serves any world, root and counts. One that is not `chunked` does not look at the chunk's length."""
 
 Cost: TypeAlias = Callable[[Shape], Load | SharedLoad]
 """What the algorithm asks of the network and of the ranks; a SharedLoad if it goes through shared memory."""

@@ -38,9 +38,9 @@ from asyncdist.plan.steps import Buffer, Plan, Slice
 __all__ = ["ALGORITHMS", "all_reduce", "broadcast", "reduce"]
 
 
-def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def all_reduce(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Reduce up the tree and broadcast down it, chunk by chunk."""
-    builder = PlanBuilder.of(problem, "binary_tree", rank)
+    rank = builder.rank
     pieces = split(Slice(Buffer.OUTPUT, 0, problem.total), chunk_length)
     tree = _pipeline(builder, host_tree(problem, rank), pieces)
     for piece in pieces:
@@ -49,9 +49,9 @@ def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
     return builder.build(ordered=True)
 
 
-def broadcast(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def broadcast(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Pass chunks of `chunk_length` elements down the tree."""
-    builder = PlanBuilder.of(problem, "binary_tree", rank)
+    rank = builder.rank
     pieces = split(Slice(Buffer.OUTPUT, 0, problem.total), chunk_length)
     tree = _pipeline(builder, host_tree(problem, rank), pieces)
     for piece in pieces:
@@ -59,9 +59,9 @@ def broadcast(problem: Problem, rank: int, chunk_length: int) -> Plan:
     return builder.build()
 
 
-def reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def reduce(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Reduce chunks of `chunk_length` elements up the tree; INPUT is only read."""
-    builder = PlanBuilder.of(problem, "binary_tree", rank)
+    rank = builder.rank
     pieces = split(Slice(Buffer.INPUT, 0, problem.total), chunk_length)
     tree = _pipeline(builder, host_tree(problem, rank), pieces)
     for piece in pieces:

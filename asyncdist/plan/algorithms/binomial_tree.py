@@ -29,10 +29,9 @@ from asyncdist.plan.steps import Buffer, Plan, Slice
 __all__ = ["ALGORITHMS", "broadcast", "gather", "reduce", "scatter"]
 
 
-def broadcast(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def broadcast(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Pass the vector down the tree, in chunks of `chunk_length` elements one behind another."""
-    world, root = problem.world, problem.root
-    builder = PlanBuilder.of(problem, "binomial_tree", rank)
+    rank, world, root = builder.rank, problem.world, problem.root
     position = (rank - root) % world
     window = builder.window()
     for piece in split(Slice(Buffer.OUTPUT, 0, problem.total), chunk_length):
@@ -43,14 +42,13 @@ def broadcast(problem: Problem, rank: int, chunk_length: int) -> Plan:
     return builder.build()
 
 
-def reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def reduce(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Reduce up the tree in chunks of `chunk_length` elements. INPUT is only read; partial sums are in SCRATCH.
 
     A vector of one chunk is received into SCRATCH, with all receives posted at the start; a longer one through
     `RecvReduce`, so that its temporary memory is bounded by what is being reduced, not by the number of children.
     """
-    world, root = problem.world, problem.root
-    builder = PlanBuilder.of(problem, "binomial_tree", rank)
+    rank, world, root = builder.rank, problem.world, problem.root
     position = (rank - root) % world
     children = [(child + root) % world for child in reversed(_children(position, world))]
     parent = (_parent(position) + root) % world
@@ -78,11 +76,9 @@ def reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
     return builder.build(ordered=root == 0)
 
 
-def gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def gather(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Collect subtrees' blocks up the tree; `chunk_length` is not used."""
-    del chunk_length
-    world, root = problem.world, problem.root
-    builder = PlanBuilder.of(problem, "binomial_tree", rank)
+    rank, world, root = builder.rank, problem.world, problem.root
     position = (rank - root) % world
     own = Slice(Buffer.INPUT, 0, problem.counts[rank])
     children = _children(position, world)
@@ -102,11 +98,9 @@ def gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
     return builder.build(block_aligned=False)
 
 
-def scatter(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def scatter(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Hand subtrees' blocks down the tree; `chunk_length` is not used."""
-    del chunk_length
-    world, root = problem.world, problem.root
-    builder = PlanBuilder.of(problem, "binomial_tree", rank)
+    rank, world, root = builder.rank, problem.world, problem.root
     position = (rank - root) % world
     own = Slice(Buffer.OUTPUT, 0, problem.counts[rank])
     children = _children(position, world)

@@ -34,11 +34,9 @@ class _Slots(NamedTuple):
     place: Slice
 
 
-def all_to_all(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def all_to_all(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Send half of the slots each round; even blocks only, and `chunk_length` is not used."""
-    del chunk_length
-    world, count = problem.world, problem.counts[0]
-    builder = PlanBuilder.of(problem, "bruck", rank)
+    rank, world, count = builder.rank, problem.world, problem.counts[0]
     if not count:
         return builder.build()
     held = [_Slots(0, world - rank, Slice(Buffer.INPUT, rank * count, (world - rank) * count))]

@@ -23,10 +23,9 @@ from asyncdist.plan.steps import Buffer, Plan, Slice
 __all__ = ["ALGORITHMS", "broadcast", "chain_cost", "reduce", "reduce_cost"]
 
 
-def broadcast(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def broadcast(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Pass chunks of `chunk_length` elements down the line."""
-    world = problem.world
-    builder = PlanBuilder.of(problem, "chain", rank)
+    rank, world = builder.rank, problem.world
     position = (rank - problem.root) % world
     window = builder.window()
     for piece in split(Slice(Buffer.OUTPUT, 0, problem.total), chunk_length):
@@ -37,13 +36,12 @@ def broadcast(problem: Problem, rank: int, chunk_length: int) -> Plan:
     return builder.build()
 
 
-def reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def reduce(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Pass partial sums of `chunk_length` elements up the line; INPUT is only read.
 
     An inner rank holds a window of partial sums: received, reduced, sent, and one on its way.
     """
-    world = problem.world
-    builder = PlanBuilder.of(problem, "chain", rank)
+    rank, world = builder.rank, problem.world
     position = (rank - problem.root) % world
     nearer, farther = (rank - 1) % world, (rank + 1) % world
     pieces = split(Slice(Buffer.INPUT, 0, problem.total), chunk_length)

@@ -32,11 +32,10 @@ from asyncdist.plan.steps import Buffer, Plan, Slice, Symmetry
 __all__ = ["ALGORITHMS", "all_gather", "all_reduce", "reduce_scatter"]
 
 
-def all_gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def all_gather(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Double what every rank has, each round."""
-    world, counts = problem.world, problem.counts
+    rank, world, counts = builder.rank, problem.world, problem.counts
     starts = offsets(counts)
-    builder = PlanBuilder.of(problem, "circulant", rank)
     own = Slice(Buffer.INPUT, 0, counts[rank])
     place = Slice(Buffer.OUTPUT, starts[rank], counts[rank])
     pairs = _skips(world)[::-1]
@@ -49,12 +48,11 @@ def all_gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
     return builder.build(symmetry=_symmetry(counts, chunk_length))
 
 
-def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def all_reduce(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """reduce_scatter and all_gather, in place."""
-    world = problem.world
+    rank, world = builder.rank, problem.world
     counts = partition(problem.total, world)
     starts = offsets(counts)
-    builder = PlanBuilder.of(problem, "circulant", rank)
     pairs = _skips(world)
     kept = [cut_blocks(starts, rank, previous - skip, chunk_length)[::-1] for skip, previous in pairs]
     small = _first_small(builder, kept, chunk_length)
@@ -69,15 +67,14 @@ def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
     return builder.build(symmetry=_symmetry(counts, chunk_length))
 
 
-def reduce_scatter(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def reduce_scatter(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Halve the blocks every rank is responsible for, each round.
 
     Partial sums are in SCRATCH in slot order, so that all rounds but the first send one run; the own block's last
     operand is received into OUTPUT.
     """
-    world, counts = problem.world, problem.counts
+    rank, world, counts = builder.rank, problem.world, problem.counts
     starts = offsets(counts)
-    builder = PlanBuilder.of(problem, "circulant", rank)
     result = Slice(Buffer.OUTPUT, 0, counts[rank])
     pairs = _skips(world)
     if len(pairs) < 2:

@@ -32,11 +32,9 @@ from asyncdist.plan.steps import Buffer, Plan, Slice, Symmetry
 __all__ = ["ALGORITHMS", "all_gather", "all_reduce", "reduce_scatter"]
 
 
-def all_gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def all_gather(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Everyone sends its block to everyone; `chunk_length` is not used."""
-    del chunk_length
-    world, counts = problem.world, problem.counts
-    builder = PlanBuilder.of(problem, "direct", rank)
+    rank, world, counts = builder.rank, problem.world, problem.counts
     own = Slice(Buffer.INPUT, 0, counts[rank])
     blocks = blocks_of(Buffer.OUTPUT, counts)
     sends, receives = Window(EXCHANGE_WINDOW), Window(EXCHANGE_WINDOW)
@@ -48,11 +46,9 @@ def all_gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
     return builder.build(symmetry=Symmetry.ROTATION if problem.even else Symmetry.NONE, block_aligned=True)
 
 
-def reduce_scatter(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def reduce_scatter(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Everyone sends everyone its block, and folds its own in rank order; `chunk_length` is not used."""
-    del chunk_length
-    world, counts = problem.world, problem.counts
-    builder = PlanBuilder.of(problem, "direct", rank)
+    rank, world, counts = builder.rank, problem.world, problem.counts
     blocks = blocks_of(Buffer.INPUT, counts)
     for distance in range(1, world):
         peer = (rank + distance) % world
@@ -61,15 +57,13 @@ def reduce_scatter(problem: Problem, rank: int, chunk_length: int) -> Plan:
     return builder.build(block_aligned=True, ordered=True)
 
 
-def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def all_reduce(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Everyone sends its vector to everyone, everyone folds all of them in rank order; `chunk_length` is not used.
 
     The vectors of lower ranks are folded in SCRATCH, that goes to the left of the own one, and those of higher ranks
     follow: the same left fold everywhere, without a copy.
     """
-    del chunk_length
-    world = problem.world
-    builder = PlanBuilder.of(problem, "direct", rank)
+    rank, world = builder.rank, problem.world
     whole = Slice(Buffer.OUTPUT, 0, problem.total)
     for distance in range(1, world):
         builder.send((rank + distance) % world, whole)

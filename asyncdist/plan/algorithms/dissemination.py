@@ -20,11 +20,9 @@ from asyncdist.plan.steps import Plan, Symmetry
 __all__ = ["ALGORITHMS", "barrier"]
 
 
-def barrier(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def barrier(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Return the rank's signals; `chunk_length` is not used."""
-    del chunk_length
-    world = problem.world
-    builder = PlanBuilder.of(problem, "dissemination", rank)
+    rank, world = builder.rank, problem.world
     heard: list[int] = []
     distance = 1
     while distance < world:

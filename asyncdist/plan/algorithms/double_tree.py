@@ -44,26 +44,26 @@ __all__ = ["ALGORITHMS", "all_reduce", "broadcast", "reduce"]
 TREES = 2
 
 
-def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def all_reduce(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Reduce each half up its tree and broadcast it down, chunk by chunk."""
-    builder = PlanBuilder.of(problem, "double_tree", rank)
+    rank = builder.rank
     for tree, piece in _chunks(builder, host_pair(problem, rank), problem.total, Buffer.OUTPUT, chunk_length):
         tree.reduce_in_place(piece)
         tree.pass_down(piece)
     return builder.build()
 
 
-def broadcast(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def broadcast(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Pass chunks of `chunk_length` elements down the trees, in turn."""
-    builder = PlanBuilder.of(problem, "double_tree", rank)
+    rank = builder.rank
     for tree, piece in _chunks(builder, rooted_host_pair(problem, rank), problem.total, Buffer.OUTPUT, chunk_length):
         tree.pass_down(piece)
     return builder.build()
 
 
-def reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def reduce(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Reduce chunks of `chunk_length` elements up the trees, in turn; INPUT is only read."""
-    builder = PlanBuilder.of(problem, "double_tree", rank)
+    rank = builder.rank
     if problem.world == 1:
         builder.copy(Slice(Buffer.INPUT, 0, problem.total), Slice(Buffer.OUTPUT, 0, problem.total))
         return builder.build()

@@ -59,13 +59,13 @@ class _Vector(NamedTuple):
         return lower + upper if self.position >> bit & 1 else upper + lower
 
 
-def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def all_reduce(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Halve, then double, in place.
 
     The last rounds, as far as they are small, receive into SCRATCH that is ready from the start; those before go
     through a window of chunks.
     """
-    builder = PlanBuilder.of(problem, "halving_doubling", rank)
+    rank = builder.rank
     fold = Fold.of(problem.world)
     vector = _Vector(problem.total, fold.active, chunk_length, fold.position(rank))
     whole = vector.pieces(0, fold.active, 0)

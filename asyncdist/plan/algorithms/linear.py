@@ -50,10 +50,9 @@ EXCHANGE_WINDOW: Final = 32
 that neither the links into one rank nor its loop have hundreds to share."""
 
 
-def broadcast(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def broadcast(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """The root sends to everyone; `chunk_length` is not used."""
-    del chunk_length
-    builder = PlanBuilder.of(problem, "linear", rank)
+    rank = builder.rank
     whole = Slice(Buffer.OUTPUT, 0, problem.total)
     if rank == problem.root:
         _send_to_all(builder, whole)
@@ -62,11 +61,10 @@ def broadcast(problem: Problem, rank: int, chunk_length: int) -> Plan:
     return builder.build()
 
 
-def reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def reduce(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """The root receives everyone's vector and folds them in rank order; `chunk_length` is not used."""
-    del chunk_length
+    rank = builder.rank
     root = problem.root
-    builder = PlanBuilder.of(problem, "linear", rank)
     own = Slice(Buffer.INPUT, 0, problem.total)
     if rank != root:
         builder.send(root, own)
@@ -75,15 +73,13 @@ def reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
     return builder.build(ordered=True)
 
 
-def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def all_reduce(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Rank 0 receives everyone's vector, folds them in rank order and sends the sum to all; `chunk_length` is not used.
 
     The fewest messages of all, which counts where ranks share cores.
     """
-    del chunk_length
-    world = problem.world
+    rank, world = builder.rank, problem.world
     whole = Slice(Buffer.OUTPUT, 0, problem.total)
-    builder = PlanBuilder.of(problem, "linear", rank)
     if rank:
         builder.send(0, whole)
         builder.recv(0, whole)
@@ -100,10 +96,9 @@ def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
     return builder.build(ordered=True)
 
 
-def barrier(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def barrier(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Everyone tells rank 0, which tells everyone; `chunk_length` is not used."""
-    del chunk_length
-    builder = PlanBuilder.of(problem, "linear", rank)
+    rank = builder.rank
     if rank:
         builder.signal(0)
         builder.await_signal(0)
@@ -114,10 +109,9 @@ def barrier(problem: Problem, rank: int, chunk_length: int) -> Plan:
     return builder.build()
 
 
-def gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def gather(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Everyone sends its block to the root, also where only the root knows all lengths; `chunk_length` is not used."""
-    del chunk_length
-    builder = PlanBuilder.of(problem, "linear", rank)
+    rank = builder.rank
     own = Slice(Buffer.INPUT, 0, problem.counts[rank])
     if rank != problem.root:
         send_block(builder, problem.root, own)
@@ -129,10 +123,9 @@ def gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
     return builder.build(block_aligned=True)
 
 
-def scatter(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def scatter(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """The root sends everyone its block, also where only it knows all lengths; `chunk_length` is not used."""
-    del chunk_length
-    builder = PlanBuilder.of(problem, "linear", rank)
+    rank = builder.rank
     own = Slice(Buffer.OUTPUT, 0, problem.counts[rank])
     if rank != problem.root:
         receive_block(builder, problem.root, own)
@@ -144,10 +137,9 @@ def scatter(problem: Problem, rank: int, chunk_length: int) -> Plan:
     return builder.build(block_aligned=True)
 
 
-def all_to_all(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def all_to_all(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Everyone sends everyone its block, even or uneven; `chunk_length` is not used."""
-    del chunk_length
-    return direct(problem, "linear", rank, EXCHANGE_WINDOW, in_step=False)
+    return direct(builder, problem, EXCHANGE_WINDOW, in_step=False)
 
 
 def _send_to_all(builder: PlanBuilder, whole: Slice) -> None:

@@ -12,7 +12,6 @@ fast Ethernet", HPC Asia 2005.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Final
 
 from asyncdist.plan.algorithms import ring
@@ -27,12 +26,11 @@ from asyncdist.plan.steps import Buffer, Plan, Slice
 __all__ = ["ALGORITHMS", "all_gather"]
 
 
-def all_gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def all_gather(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Exchange pairs of blocks with either neighbor in turn, in chunks of `chunk_length` elements."""
-    world = problem.world
+    rank, world = builder.rank, problem.world
     if world % 2:
-        return replace(ring.all_gather(problem, rank, chunk_length), algorithm="neighbor_exchange")
-    builder = PlanBuilder.of(problem, "neighbor_exchange", rank)
+        return ring.all_gather(builder, problem, chunk_length)
     own = split(Slice(Buffer.INPUT, 0, problem.counts[rank]), chunk_length)
     blocks = [split(block, chunk_length) for block in blocks_of(Buffer.OUTPUT, problem.counts)]
     side = -1 if rank % 2 else 1

@@ -23,10 +23,9 @@ from asyncdist.plan.steps import Buffer, Plan, Slice
 __all__ = ["ALGORITHMS", "reduce"]
 
 
-def reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def reduce(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Pass partial sums of `chunk_length` elements toward the root; INPUT is only read."""
-    world, root = problem.world, problem.root
-    builder = PlanBuilder.of(problem, "ordered_chain", rank)
+    rank, world, root = builder.rank, problem.world, problem.root
     pieces = split(Slice(Buffer.INPUT, 0, problem.total), chunk_length)
     if rank == root:
         _receive_both(builder, pieces, root)

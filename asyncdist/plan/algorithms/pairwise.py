@@ -26,20 +26,18 @@ from asyncdist.plan.steps import Buffer, Plan, Slice, Symmetry
 __all__ = ["ALGORITHMS", "all_to_all", "direct", "receive_block", "send_block"]
 
 
-def all_to_all(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def all_to_all(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Exchange blocks round by round, even or uneven; `chunk_length` is not used."""
-    del chunk_length
-    return direct(problem, "pairwise", rank, 1, in_step=True)
+    return direct(builder, problem, 1, in_step=True)
 
 
-def direct(problem: Problem, algorithm: str, rank: int, window: int, *, in_step: bool) -> Plan:
+def direct(builder: PlanBuilder, problem: Problem, window: int, *, in_step: bool) -> Plan:
     """Send to and receive from the ranks at distance 1, 2, ...: at most `window` of each at a time.
 
     In round d, rank r sends to r + d and receives from r - d, so that no rank is called on twice in a round. The round
     starts when that of `window` rounds before is done: its message of the same direction, or both (`in_step`).
     """
-    world = problem.world
-    builder = PlanBuilder.of(problem, algorithm, rank)
+    rank, world = builder.rank, problem.world
     sends = blocks_of(Buffer.INPUT, problem.send_counts)
     receives = blocks_of(Buffer.OUTPUT, problem.receive_counts)
     sent, received = Window(window), Window(window)

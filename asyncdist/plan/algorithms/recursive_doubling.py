@@ -32,10 +32,10 @@ from asyncdist.plan.steps import Buffer, Plan, Slice
 __all__ = ["ALGORITHMS", "all_gather", "all_reduce"]
 
 
-def all_gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def all_gather(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Exchange all blocks gathered so far, in chunks of `chunk_length` elements, those received first first."""
+    rank = builder.rank
     starts = offsets(problem.counts)
-    builder = PlanBuilder.of(problem, "recursive_doubling", rank)
     fold = Fold.of(problem.world)
     blocks = FoldedBlocks(fold, starts, chunk_length)
     position = fold.position(rank)
@@ -87,17 +87,15 @@ def _without(block: Slice, pieces: Iterable[Slice]) -> list[Slice]:
     return left
 
 
-def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def all_reduce(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Exchange and reduce whole vectors; `chunk_length` is not used.
 
     Each round receives into SCRATCH of its own: no receive waits for anything, so all are posted at the start. A
     receive into OUTPUT would have to wait for the send of OUTPUT to be done, on both sides: a deadlock when the
     message is too large to be buffered.
     """
-    del chunk_length
-    world = problem.world
+    rank, world = builder.rank, problem.world
     whole = Slice(Buffer.OUTPUT, 0, problem.total)
-    builder = PlanBuilder.of(problem, "recursive_doubling", rank)
     fold = Fold.of(world)
     folded = fold.folded
     if rank < folded and rank % 2:

@@ -29,9 +29,9 @@ from asyncdist.plan.steps import Buffer, Plan, Slice
 __all__ = ["ALGORITHMS", "reduce_scatter"]
 
 
-def reduce_scatter(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def reduce_scatter(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Halve the run of blocks each rank is responsible for, in chunks of `chunk_length` elements."""
-    builder = PlanBuilder.of(problem, "recursive_halving", rank)
+    rank = builder.rank
     starts = offsets(problem.counts)
     fold = Fold.of(problem.world)
     blocks = FoldedBlocks(fold, starts, chunk_length)

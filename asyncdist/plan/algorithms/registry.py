@@ -32,6 +32,7 @@ from asyncdist.plan.algorithms import (
     shared_reduce,
 )
 from asyncdist.plan.algorithms.algorithm import Algorithm
+from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.problem import COLLECTIVES, Problem
 from asyncdist.plan.steps import Plan
 
@@ -144,4 +145,4 @@ def build(problem: Problem, algorithm: str, rank: int, chunk_length: int) -> Pla
         raise ValueError(f"rank {rank} is not in a world of {problem.world}")
     if chunk_length < 1:
         raise ValueError(f"a chunk needs at least one element, got {chunk_length}")
-    return found.build(problem, rank, chunk_length)
+    return found.build(PlanBuilder.of(problem, algorithm, rank), problem, chunk_length)

@@ -34,11 +34,10 @@ SCRATCH_BLOCKS: Final = 2
 would wait for its right neighbor around the ring."""
 
 
-def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def all_reduce(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Reduce each block around the ring onto one rank, then pass the results around."""
-    world = problem.world
+    rank, world = builder.rank, problem.world
     counts = partition(problem.total, world)
-    builder = PlanBuilder.of(problem, "ring", rank)
     blocks = _blocks(Buffer.OUTPUT, counts, chunk_length)
     right, left = (rank + 1) % world, (rank - 1) % world
     operands, results = builder.window(), builder.window()
@@ -51,10 +50,9 @@ def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
     return builder.build(symmetry=_symmetry(counts))
 
 
-def reduce_scatter(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def reduce_scatter(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Reduce block b along ranks b+1, b+2, ..., b; INPUT is only read, partial sums are in SCRATCH."""
-    world = problem.world
-    builder = PlanBuilder.of(problem, "ring", rank)
+    rank, world = builder.rank, problem.world
     blocks = _blocks(Buffer.INPUT, problem.counts, chunk_length)
     right, left = (rank + 1) % world, (rank - 1) % world
     if world == 1:
@@ -78,10 +76,9 @@ def reduce_scatter(problem: Problem, rank: int, chunk_length: int) -> Plan:
     return builder.build(symmetry=_symmetry(problem.counts), block_aligned=True)
 
 
-def all_gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def all_gather(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Pass every block around the ring; the own one is sent from INPUT, so that nothing waits for its copy."""
-    world = problem.world
-    builder = PlanBuilder.of(problem, "ring", rank)
+    rank, world = builder.rank, problem.world
     blocks = _blocks(Buffer.OUTPUT, problem.counts, chunk_length)
     own = split(Slice(Buffer.INPUT, 0, problem.counts[rank]), chunk_length)
     right, left = (rank + 1) % world, (rank - 1) % world

@@ -25,7 +25,6 @@ training in a flash", 2018 (arXiv); the rings are those of `ring`.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import gcd, isqrt
 from typing import Final, NamedTuple
 
@@ -93,12 +92,12 @@ def row_length(problem: Problem) -> int:
     return next(divisor for divisor in range(isqrt(world), 0, -1) if world % divisor == 0)
 
 
-def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def all_reduce(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """The vector is one part per column, each of one block per row; a part is reduced in the rows first."""
+    rank = builder.rank
     grid = _Grid.of(problem, rank)
     if grid.width == 1:
-        return replace(ring.all_reduce(problem, rank, chunk_length), algorithm="ring_2d")
-    builder = PlanBuilder.of(problem, "ring_2d", rank)
+        return ring.all_reduce(builder, problem, chunk_length)
     vector = _Parts(offsets(partition(problem.total, problem.world)), grid.height, chunk_length)
     row, column = grid.row, grid.column
     operands = builder.window()
@@ -141,12 +140,12 @@ class _Parts(NamedTuple):
         return cut_blocks(self.starts, first, self.height, self.chunk_length)
 
 
-def all_gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def all_gather(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Each column gathers its blocks, then rows pass whole columns around."""
+    rank = builder.rank
     grid = _Grid.of(problem, rank)
     if grid.width == 1:
-        return replace(ring.all_gather(problem, rank, chunk_length), algorithm="ring_2d")
-    builder = PlanBuilder.of(problem, "ring_2d", rank)
+        return ring.all_gather(builder, problem, chunk_length)
     own = split(Slice(Buffer.INPUT, 0, problem.counts[rank]), chunk_length)
     blocks = [split(block, chunk_length) for block in blocks_of(Buffer.OUTPUT, problem.counts)]
 
@@ -169,12 +168,12 @@ def all_gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
     return builder.build(block_aligned=True)
 
 
-def reduce_scatter(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def reduce_scatter(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Rows reduce the blocks of one column each, then columns reduce those to one block per rank."""
+    rank = builder.rank
     grid = _Grid.of(problem, rank)
     if grid.width == 1:
-        return replace(ring.reduce_scatter(problem, rank, chunk_length), algorithm="ring_2d")
-    builder = PlanBuilder.of(problem, "ring_2d", rank)
+        return ring.reduce_scatter(builder, problem, chunk_length)
     held = _reduce_rows(builder, grid, problem, chunk_length)
     window = builder.window()
     for back in range(1, grid.height):

@@ -30,14 +30,12 @@ from asyncdist.plan.steps import Buffer, Plan, Slice
 __all__ = ["ALGORITHMS", "exscan_chain", "exscan_doubling", "scan_chain", "scan_doubling"]
 
 
-def scan_doubling(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def scan_doubling(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Pass whole vectors up twice as far each round; `chunk_length` is not used.
 
     Each round receives into SCRATCH of its own, so that all receives are posted at the start.
     """
-    del chunk_length
-    world = problem.world
-    builder = PlanBuilder.of(problem, "recursive_doubling", rank)
+    rank, world = builder.rank, problem.world
     whole = Slice(Buffer.OUTPUT, 0, problem.total)
     distance = 1
     while distance < world:
@@ -51,11 +49,9 @@ def scan_doubling(problem: Problem, rank: int, chunk_length: int) -> Plan:
     return builder.build(ordered=True)
 
 
-def exscan_doubling(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def exscan_doubling(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """As `scan_doubling`; what is sent on is in OUTPUT, the result in SCRATCH until the end."""
-    del chunk_length
-    world = problem.world
-    builder = PlanBuilder.of(problem, "recursive_doubling", rank)
+    rank, world = builder.rank, problem.world
     whole = Slice(Buffer.OUTPUT, 0, problem.total)
     result: Slice | None = None
     distance = 1
@@ -77,9 +73,9 @@ def exscan_doubling(problem: Problem, rank: int, chunk_length: int) -> Plan:
     return builder.build(ordered=True)
 
 
-def scan_chain(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def scan_chain(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Pass chunks of `chunk_length` elements from rank to rank."""
-    builder = PlanBuilder.of(problem, "chain", rank)
+    rank = builder.rank
     window = builder.window()
     for piece in split(Slice(Buffer.OUTPUT, 0, problem.total), chunk_length):
         if rank:
@@ -89,10 +85,9 @@ def scan_chain(problem: Problem, rank: int, chunk_length: int) -> Plan:
     return builder.build(ordered=True)
 
 
-def exscan_chain(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def exscan_chain(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """As `scan_chain`; what came takes the operand's place once the operand has been sent on with it."""
-    world = problem.world
-    builder = PlanBuilder.of(problem, "chain", rank)
+    rank, world = builder.rank, problem.world
     pieces = split(Slice(Buffer.OUTPUT, 0, problem.total), chunk_length)
     inner = 0 < rank < world - 1
     prefixes = builder.turns(pieces) if inner else pieces

@@ -47,9 +47,9 @@ __all__ = [
 ]
 
 
-def broadcast(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def broadcast(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """The root publishes chunk after chunk, the others copy them."""
-    builder = PlanBuilder.of(problem, "shared", rank)
+    rank = builder.rank
     chunks = Chunks(Slice(Buffer.OUTPUT, 0, problem.total), chunk_length)
     for item in builder.rounds(len(chunks), chunks.alike):
         if rank != problem.root:
@@ -59,10 +59,9 @@ def broadcast(problem: Problem, rank: int, chunk_length: int) -> Plan:
     return builder.build()
 
 
-def all_gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def all_gather(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Everyone publishes its block, and copies the others'."""
-    builder = PlanBuilder.of(problem, "shared", rank)
-    world = problem.world
+    rank, world = builder.rank, problem.world
     blocks = _blocks(Buffer.OUTPUT, problem.counts, chunk_length)
     own = Chunks(Slice(Buffer.INPUT, 0, problem.counts[rank]), chunk_length)
     for chunk in builder.rounds(max(map(len, blocks)), _alike(blocks)):
@@ -77,9 +76,9 @@ def all_gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
     return builder.build(block_aligned=True)
 
 
-def gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def gather(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Everyone but the root publishes its block, the root copies them."""
-    builder = PlanBuilder.of(problem, "shared", rank)
+    rank = builder.rank
     blocks = _blocks(Buffer.OUTPUT, problem.counts, chunk_length)
     own = Chunks(Slice(Buffer.INPUT, 0, problem.counts[rank]), chunk_length)
     if rank != problem.root:
@@ -95,9 +94,9 @@ def gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
     return builder.build(block_aligned=True)
 
 
-def scatter(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def scatter(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """The root publishes the others' blocks, a chunk of each in turn; each copies its own."""
-    builder = PlanBuilder.of(problem, "shared", rank)
+    rank = builder.rank
     root = problem.root
     blocks = _blocks(Buffer.INPUT, problem.counts, chunk_length)
     own = Chunks(Slice(Buffer.OUTPUT, 0, problem.counts[rank]), chunk_length)
@@ -117,10 +116,9 @@ def scatter(problem: Problem, rank: int, chunk_length: int) -> Plan:
     return builder.build(block_aligned=True)
 
 
-def all_to_all(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def all_to_all(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Everyone publishes the others' blocks, a chunk of each in turn, and copies those meant for it."""
-    builder = PlanBuilder.of(problem, "shared", rank)
-    world = problem.world
+    rank, world = builder.rank, problem.world
     counts = problem.counts * world
     sources = _blocks(Buffer.INPUT, counts, chunk_length)
     targets = _blocks(Buffer.OUTPUT, counts, chunk_length)
@@ -134,10 +132,9 @@ def all_to_all(problem: Problem, rank: int, chunk_length: int) -> Plan:
     return builder.build(block_aligned=True)
 
 
-def barrier(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def barrier(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Everyone says that it is here, and waits until all have."""
-    del chunk_length
-    builder = PlanBuilder.of(problem, "shared", rank)
+    rank = builder.rank
     if problem.world > 1:
         builder.announce()
     for distance in range(1, problem.world):
@@ -154,11 +151,9 @@ def _alike(blocks: Sequence[Chunks]) -> range:
     return min((block.alike for block in blocks if len(block)), key=len, default=range(0))
 
 
-def all_to_all_uneven(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def all_to_all_uneven(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Everyone publishes a piece for each of the others, that for the next rank first, and copies those for it."""
-    del chunk_length
-    builder = PlanBuilder.of(problem, "shared", rank)
-    world = problem.world
+    rank, world = builder.rank, problem.world
     sources = blocks_of(Buffer.INPUT, problem.send_counts)
     targets = blocks_of(Buffer.OUTPUT, problem.receive_counts)
     for distance in range(1, world):
@@ -171,10 +166,9 @@ def all_to_all_uneven(problem: Problem, rank: int, chunk_length: int) -> Plan:
     return builder.build(block_aligned=True)
 
 
-def gather_uneven(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def gather_uneven(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Everyone but the root publishes its piece, the root copies them."""
-    del chunk_length
-    builder = PlanBuilder.of(problem, "shared", rank)
+    rank = builder.rank
     own, root = Slice(Buffer.INPUT, 0, problem.counts[rank]), problem.root
     if rank != root:
         _publish(builder, own, root)
@@ -187,10 +181,9 @@ def gather_uneven(problem: Problem, rank: int, chunk_length: int) -> Plan:
     return builder.build(block_aligned=True)
 
 
-def scatter_uneven(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def scatter_uneven(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """The root publishes the others' pieces, that of the next rank first; each copies its own."""
-    del chunk_length
-    builder = PlanBuilder.of(problem, "shared", rank)
+    rank = builder.rank
     own, root = Slice(Buffer.OUTPUT, 0, problem.counts[rank]), problem.root
     if rank != root:
         _fetch(builder, root, (rank - root) % problem.world - 1, own)

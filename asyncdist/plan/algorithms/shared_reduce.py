@@ -150,9 +150,9 @@ class Slices:
         return found
 
 
-def all_reduce_direct(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def all_reduce_direct(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Everyone publishes its vector and folds all of them."""
-    builder = PlanBuilder.of(problem, "shared_direct", rank)
+    rank = builder.rank
     pieces = Chunks(Slice(Buffer.OUTPUT, 0, problem.total), chunk_length)
     room = _room(builder, pieces, rank)
     for item in builder.rounds(len(pieces), pieces.alike, len(room) or 1):
@@ -163,9 +163,9 @@ def all_reduce_direct(problem: Problem, rank: int, chunk_length: int) -> Plan:
     return builder.build(ordered=True)
 
 
-def reduce_direct(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def reduce_direct(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Everyone but the root publishes its vector, the root folds all."""
-    builder = PlanBuilder.of(problem, "shared_direct", rank)
+    rank = builder.rank
     pieces = Chunks(Slice(Buffer.INPUT, 0, problem.total), chunk_length)
     for item in builder.rounds(len(pieces), pieces.alike):
         piece = pieces[item]
@@ -177,9 +177,9 @@ def reduce_direct(problem: Problem, rank: int, chunk_length: int) -> Plan:
     return builder.build(ordered=True)
 
 
-def scan_direct(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def scan_direct(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """scan and exscan: everyone publishes its vector and folds those of the ranks before it."""
-    builder = PlanBuilder.of(problem, "shared_direct", rank)
+    rank = builder.rank
     pieces = Chunks(Slice(Buffer.OUTPUT, 0, problem.total), chunk_length)
     room = _room(builder, pieces, rank) if problem.collective == "scan" else ()
     for item in builder.rounds(len(pieces), pieces.alike, len(room) or 1):
@@ -195,10 +195,9 @@ def scan_direct(problem: Problem, rank: int, chunk_length: int) -> Plan:
     return builder.build(ordered=True)
 
 
-def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def all_reduce(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Everyone reduces its slice and publishes the result, chunk after chunk."""
-    builder = PlanBuilder.of(problem, "shared", rank)
-    world = problem.world
+    rank, world = builder.rank, problem.world
     lookahead = SINGLE_COPY_LOOKAHEAD if problem.single_copy else LOOKAHEAD
     slices = Slices(partition(problem.total, world), chunk_length, lookahead)
     for chunk in builder.rounds(slices.chunks + lookahead, slices.alike):
@@ -217,9 +216,9 @@ def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
     return builder.build()
 
 
-def reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def reduce(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Everyone reduces its slice and publishes the result for the root, chunk after chunk."""
-    builder = PlanBuilder.of(problem, "shared", rank)
+    rank = builder.rank
     slices = Slices(partition(problem.total, problem.world), chunk_length, LOOKAHEAD, problem.root)
     kept = min(RESULTS, slices.chunks)
     room = builder.scratch(slices.longest * kept if rank != problem.root else 0)
@@ -241,9 +240,9 @@ def reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
     return builder.build(ordered=True)
 
 
-def reduce_scatter(problem: Problem, rank: int, chunk_length: int) -> Plan:
+def reduce_scatter(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Everyone publishes the others' blocks and folds its own, chunk after chunk."""
-    builder = PlanBuilder.of(problem, "shared", rank)
+    rank = builder.rank
     blocks = Slices(problem.counts, chunk_length)
     for chunk in builder.rounds(blocks.chunks, blocks.alike):
         _publish_inputs(builder, blocks, Buffer.INPUT, rank, chunk)

@@ -12,14 +12,12 @@ import asyncdist
 
 STAR = """
 from asyncdist.plan.algorithms.algorithm import ROUNDS_OF_VECTORS, Algorithm
-from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.cost.load import Hop, Load, Work
 
 
-def barrier(problem, rank, chunk_length):
-    builder = PlanBuilder.of(problem, "star", rank)
+def barrier(builder, problem, chunk_length):
     center = problem.world - 1
-    if rank != center:
+    if builder.rank != center:
         builder.signal(center)
         builder.await_signal(center)
         return builder.build()
