@@ -34,7 +34,7 @@ from asyncdist.plan.steps import (
     repeats,
 )
 
-__all__ = ["Accesses", "PlanBuilder"]
+__all__ = ["Accesses", "PlanBuilder", "one_by_one"]
 
 NOTHING: Final = Slice(Buffer.SCRATCH, 0, 0)
 """What a message without elements carries."""
@@ -443,3 +443,36 @@ def _rounds_back(steps: Sequence[Step], first: int) -> int:
     """How many rounds before their own such steps wait for at most; the first of them has index `first`."""
     earliest = min((step.after[0] for step in steps if step.after), default=first)
     return max(1, -(-(first - earliest) // len(steps)))
+
+
+def one_by_one(plan: Plan) -> Plan:
+    """Return `plan`, of one element per rank, with a message of its own for every element: an item of unknown size.
+
+    An item is whole, and only its owner knows its size. Where `plan` sends several items in one message, as trees and
+    Bruck's algorithm do, this plan sends as many messages: each says how large its item is. No item is copied to be
+    sent beside another.
+
+    Messages without items are left out at both ends. Slots are the plan's times the world, plus the item's place in
+    its message: no message holds more items than there are ranks. Raises ValueError for a plan that reduces.
+    """
+    world = plan.world
+    builder = PlanBuilder(plan.collective, plan.algorithm, plan.rank, world)
+    builder.scratch(plan.scratch_count)
+    for step in plan.steps:
+        if isinstance(step, Send):
+            for index, piece in enumerate(_single(step.source)):
+                builder.send(step.peer, piece, slot=step.slot * world + index)
+        elif isinstance(step, Recv):
+            for index, piece in enumerate(_single(step.target)):
+                builder.recv(step.peer, piece, slot=step.slot * world + index)
+        elif isinstance(step, Copy):
+            for source, target in zip(_single(step.source), _single(step.target), strict=True):
+                builder.copy(source, target)
+        else:
+            raise ValueError(f"{plan.collective} by {plan.algorithm} reduces, which items cannot be")
+    return builder.build(block_aligned=True)
+
+
+def _single(piece: Slice) -> Iterator[Slice]:
+    for offset in range(piece.offset, piece.end):
+        yield Slice(piece.buffer, offset, 1)

@@ -18,7 +18,6 @@ from asyncdist.arrays.host import Array, Flat, decode_meta, describe, encode_met
 from asyncdist.arrays.objects import OBJECT_META, decode, encode
 from asyncdist.collectives.arguments.call import NO_BLOCKS, Call, given_at_root
 from asyncdist.errors import RemoteProtocolError
-from asyncdist.plan.algorithms.items import GUESSED_BYTES
 
 __all__ = [
     "Item",
@@ -45,7 +44,11 @@ class Item(NamedTuple):
 
 Finish = Callable[[Sequence[Item]], Any]
 
-_ITEM: Final = np.dtype((np.void, GUESSED_BYTES))
+_GUESSED_BYTES: Final = 8 << 10
+"""What an item is taken to weigh when its algorithm is chosen: most objects and uneven arrays are small, and for larger
+ones no choice made for small ones costs more than a factor of log2(p)."""
+
+_ITEM: Final = np.dtype((np.void, _GUESSED_BYTES))
 """An item as the selector sees it."""
 
 

@@ -22,8 +22,8 @@ from asyncdist.collectives.shared.layout import MAX_LANE_RANKS
 from asyncdist.collectives.shared.recipes import in_records, inline_of
 from asyncdist.concurrency import trace as events
 from asyncdist.errors import DistStoreError
-from asyncdist.plan.algorithms.items import one_by_one
 from asyncdist.plan.algorithms.registry import build
+from asyncdist.plan.builder import one_by_one
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.records import NO_LANE, LaneMemory
 from asyncdist.plan.selection.selector import candidates, plan_for, plan_id, usable

@@ -30,7 +30,7 @@ __all__ = ["ItemOperation"]
 
 
 class ItemOperation(Execution):
-    """One call under way: the plan of `plan.algorithms.items`, run on lists of items, one list per buffer of the plan.
+    """One call under way: a plan of `one_by_one`, run on lists of items, one list per buffer of the plan.
 
     `on_end(work, error)` is called once, unless the backend forgets the operation first.
     """

@@ -17,6 +17,7 @@ Source: Thakur, Rabenseifner and Gropp, 2005 (see `recursive_doubling`).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final
 
 from asyncdist.plan.algorithms.algorithm import DOUBLING, HALVING, Algorithm
@@ -77,7 +78,7 @@ def reduce(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
 
 
 def gather(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
-    """Collect subtrees' blocks up the tree; `chunk_length` is not used."""
+    """Collect subtrees' blocks up the tree."""
     rank, world, root = builder.rank, problem.world, problem.root
     position = (rank - root) % world
     own = Slice(Buffer.INPUT, 0, problem.counts[rank])
@@ -99,7 +100,7 @@ def gather(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
 
 
 def scatter(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
-    """Hand subtrees' blocks down the tree; `chunk_length` is not used."""
+    """Hand subtrees' blocks down the tree."""
     rank, world, root = builder.rank, problem.world, problem.root
     position = (rank - root) % world
     own = Slice(Buffer.OUTPUT, 0, problem.counts[rank])
@@ -187,17 +188,7 @@ different cores as a rule: with two cores, the inner ranks' does a third more wh
 the system moves them. Chains and the trees that pipeline have inner ranks on all cores."""
 
 
-def _broadcast_cost(shape: Shape) -> Load:
-    """The root sends each chunk L times."""
-    return _one_way_cost(shape, reduces=False)
-
-
-def _reduce_cost(shape: Shape) -> Load:
-    """The same upward, with a reduction at each inner rank, which chunks hide."""
-    return _one_way_cost(shape, reduces=True)
-
-
-def _one_way_cost(shape: Shape, *, reduces: bool) -> Load:
+def _one_way_cost(shape: Shape, *, reduces: bool = False) -> Load:
     levels, total, others, way = shape.levels, shape.total, shape.world - 1, shape.tree()
     pieces = shape.pieces(total)
     worked = cold(levels * total, total / pieces) if reduces else 0.0
@@ -223,8 +214,8 @@ def _gather_cost(shape: Shape) -> Load:
 
 
 ALGORITHMS: Final = (
-    Algorithm("broadcast", "binomial_tree", broadcast, _broadcast_cost, growth=DOUBLING),
-    Algorithm("reduce", "binomial_tree", reduce, _reduce_cost, growth=DOUBLING),
-    Algorithm("gather", "binomial_tree", gather, _gather_cost, growth=HALVING, chunked=False),
-    Algorithm("scatter", "binomial_tree", scatter, _gather_cost, growth=HALVING, chunked=False),
+    Algorithm("broadcast", "binomial_tree", broadcast, _one_way_cost, DOUBLING),
+    Algorithm("reduce", "binomial_tree", reduce, partial(_one_way_cost, reduces=True), DOUBLING),
+    Algorithm("gather", "binomial_tree", gather, _gather_cost, HALVING, chunked=False),
+    Algorithm("scatter", "binomial_tree", scatter, _gather_cost, HALVING, chunked=False),
 )

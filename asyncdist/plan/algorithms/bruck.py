@@ -1,16 +1,20 @@
-"""Bruck's all_to_all: ceil(log2 p) rounds for any p, for blocks whose latency outweighs their bytes.
+"""Rounds of doubling distance for any p: Bruck's all_to_all, and the dissemination barrier.
 
-Slot i of a rank holds the block that still has to go i ranks up, at first that for rank r + i. For each power of two D
-below p, largest first, every slot with bit D in its number goes D ranks up, all in one message, and takes the place of
-what the receiver sent. After the last round slot i holds the block of rank r - i.
+`bruck` is for blocks whose latency outweighs their bytes. Slot i of a rank holds the block that still has to go i ranks
+up, at first the block for rank r + i. For each power of two D below p, largest first, every slot with bit D in its
+number goes D ranks up, all in one message, and takes the place of what the receiver sent. After the last round slot i
+holds the block of rank r - i.
 
-Cost ceil(log2 p) a + (mb/2) ceil(log2 p) with m bytes of INPUT: each rank sends about half its blocks every round, so
-this pays log2(p)/2 times the bytes for p - 1 - log2(p) messages saved. Starting with the largest D leaves the slots of
-a message in few runs, 1, 2, 4, ..., so that packing them takes about p copies in all; another p bring the blocks to
-their places.
+With m bytes of INPUT: ceil(log2 p) a + (mb/2) ceil(log2 p). Each rank sends about half its blocks every round, so this
+pays log2(p)/2 times the bytes to save p - 1 - log2(p) messages. The largest D goes first, as the slots of a message
+then lie in few runs, 1, 2, 4, ...: packing takes about p copies in all; another p bring the blocks to their places.
 
-Source: Bruck, Ho, Kipnis, Upfal and Weathersby, "Efficient algorithms for all-to-all communications in multiport
-message-passing systems", IEEE Transactions on Parallel and Distributed Systems 8(11), 1997.
+`dissemination` takes ceil(log2 p) rounds of messages without elements. In round k, rank r tells rank r + 2^k that rank
+r has arrived, and every rank that it has heard of. After the last round every rank has heard of every other.
+
+Sources: Bruck, Ho, Kipnis, Upfal and Weathersby, "Efficient algorithms for all-to-all communications in multiport
+message-passing systems", IEEE Transactions on Parallel and Distributed Systems 8(11), 1997; Hensgen, Finkel and Manber,
+"Two algorithms for barrier synchronization", International Journal of Parallel Programming 17(1), 1988.
 """
 
 from __future__ import annotations
@@ -21,9 +25,9 @@ from asyncdist.plan.algorithms.algorithm import DOUBLING, Algorithm
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.cost.load import Hop, Load, Round, Shape, in_rounds
 from asyncdist.plan.problem import Problem
-from asyncdist.plan.steps import Buffer, Plan, Slice
+from asyncdist.plan.steps import Buffer, Plan, Slice, Symmetry
 
-__all__ = ["ALGORITHMS", "all_to_all"]
+__all__ = ["ALGORITHMS", "all_to_all", "barrier"]
 
 
 class _Slots(NamedTuple):
@@ -35,7 +39,7 @@ class _Slots(NamedTuple):
 
 
 def all_to_all(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
-    """Send half of the slots each round; even blocks only, and `chunk_length` is not used."""
+    """Send half of the slots each round; even blocks only."""
     rank, world, count = builder.rank, problem.world, problem.counts[0]
     if not count:
         return builder.build()
@@ -122,4 +126,24 @@ def _all_to_all_cost(shape: Shape) -> Load:
     return load._replace(path=path, busiest=busiest, everyone=everyone, scratch=2 * load.busiest.sent)
 
 
-ALGORITHMS: Final = (Algorithm("all_to_all", "bruck", all_to_all, _all_to_all_cost, growth=DOUBLING, chunked=False),)
+def barrier(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
+    """Return the rank's signals."""
+    rank, world = builder.rank, problem.world
+    heard: list[int] = []
+    distance = 1
+    while distance < world:
+        builder.signal((rank + distance) % world, after=heard)
+        heard.append(builder.await_signal((rank - distance) % world))
+        distance *= 2
+    return builder.build(symmetry=Symmetry.ROTATION)
+
+
+def _barrier_cost(shape: Shape) -> Load:
+    """L rounds of messages without elements."""
+    return in_rounds(shape, [Round(0, shape.ahead(1 << bit)) for bit in range(shape.levels)])
+
+
+ALGORITHMS: Final = (
+    Algorithm("all_to_all", "bruck", all_to_all, _all_to_all_cost, DOUBLING, chunked=False),
+    Algorithm("barrier", "dissemination", barrier, _barrier_cost, DOUBLING, chunked=False),
+)

@@ -2,8 +2,12 @@
 
 Ranks stand in a line that starts at the root. Each chunk is passed on as soon as it has arrived, so that all links are
 busy at once. With k chunks: (p - 2 + k)(a + mb/k), near mb for large m; every rank but the last sends m bytes.
+broadcast goes down the line. reduce comes up the line: each rank puts its own operand on the left of what it received.
 
-broadcast goes down the line; reduce comes up it, each rank putting its own operand on the left of what it received.
+`ordered_chain` reduces in rank order, for operations that do not commute. Two lines of ranks meet at the root: 0, 1,
+... from below and p-1, p-2, ... from above. Each rank puts its operand on the inner side of what it received. With root
+q: (max(q, p-1-q) - 1 + k)(a + (b + g)m/k). Every rank but the root sends m bytes; the root receives 2m, or m at an end
+of the line.
 
 Source: the pipeline algorithms in Pješivac-Grbović, Angskun, Bosilca et al., "Performance analysis of MPI collective
 operations", Cluster Computing 10(2), 2007.
@@ -11,6 +15,7 @@ operations", Cluster Computing 10(2), 2007.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final
 
 from asyncdist.plan.algorithms.algorithm import ROUNDS_OF_VECTORS, Algorithm
@@ -20,7 +25,7 @@ from asyncdist.plan.cost.load import Hop, Load, Shape, Work, cold
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
 
-__all__ = ["ALGORITHMS", "broadcast", "chain_cost", "reduce", "reduce_cost"]
+__all__ = ["ALGORITHMS", "broadcast", "chain_cost", "ordered_reduce", "reduce"]
 
 
 def broadcast(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
@@ -62,18 +67,12 @@ def reduce(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     return builder.build(ordered=problem.root == 0)
 
 
-def _broadcast_cost(shape: Shape) -> Load:
-    """p-1 hops of a chunk, and the other chunks behind it."""
-    return chain_cost(shape, shape.world - 1, reduces=False)
+def chain_cost(shape: Shape, *, reduces: bool = False, hops: int | None = None) -> Load:
+    """Return what chunks that follow each other over so many `hops` ask, over all ranks unless given.
 
-
-def reduce_cost(shape: Shape) -> Load:
-    """The same upward, with a reduction at each hop; scan and exscan do the same with results on the way."""
-    return chain_cost(shape, shape.world - 1, reduces=True)
-
-
-def chain_cost(shape: Shape, hops: int, *, reduces: bool) -> Load:
-    """Return what chunks that follow each other over so many `hops` ask."""
+    A reduction has one at each hop; so have scan and exscan, with results on the way.
+    """
+    hops = shape.world - 1 if hops is None else hops
     total, way = shape.total, shape.neighbors()
     pieces = shape.pieces(total)
     chunk = total / pieces
@@ -86,7 +85,60 @@ def chain_cost(shape: Shape, hops: int, *, reduces: bool) -> Load:
     return Load((path,), (idle,), busiest, everyone, way.leaving * total)
 
 
+def ordered_reduce(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
+    """Pass partial sums of `chunk_length` elements toward the root; INPUT is only read."""
+    rank, world, root = builder.rank, problem.world, problem.root
+    pieces = split(Slice(Buffer.INPUT, 0, problem.total), chunk_length)
+    if rank == root:
+        _receive_both(builder, pieces, root)
+        return builder.build(ordered=True)
+    below = rank < root
+    inward, outward = (rank + 1, rank - 1) if below else (rank - 1, rank + 1)
+    inner = 0 <= outward < world
+    targets = builder.turns(pieces) if inner else pieces
+    for piece, target in zip(pieces, targets, strict=True):
+        if inner:
+            builder.recv(outward, target)
+            builder.reduce(piece, target, source_left=not below)
+        builder.send(inward, target)
+    return builder.build(ordered=True)
+
+
+def _receive_both(builder: PlanBuilder, pieces: tuple[Slice, ...], root: int) -> None:
+    """The root: what comes from below, its own, what comes from above."""
+    above = root + 1 < builder.world
+    window = builder.window()
+    for piece in pieces:
+        result = Slice(Buffer.OUTPUT, piece.offset, piece.length)
+        if root:
+            builder.recv(root - 1, result)
+            builder.reduce(piece, result, source_left=False)
+            if above:
+                window.add(builder.recv_reduce(root + 1, result, incoming_left=False, after=window.after))
+        elif above:
+            builder.recv(root + 1, result)
+            builder.reduce(piece, result, source_left=True)
+        else:
+            builder.copy(piece, result)
+
+
+def _ordered_reduce_cost(shape: Shape) -> Load:
+    """Two chains to the root, which receives from both; an end of the line has one."""
+    below, above = shape.root, shape.world - 1 - shape.root
+    load = chain_cost(shape, reduces=True, hops=max(below, above))
+    if not below or not above:
+        return load
+    pieces = shape.pieces(shape.total)
+    moved = 2 * shape.total
+    worked = cold(moved, shape.total / pieces)
+    hop = load.path[0]
+    path = (hop._replace(nbytes=hop.nbytes + (pieces - 1) * shape.total / pieces),)
+    everyone = Work(*(each * (below + above) / max(below, above) for each in load.everyone))
+    return load._replace(path=path, busiest=Work(2 * pieces, 0, moved, worked), everyone=everyone)
+
+
 ALGORITHMS: Final = (
-    Algorithm("broadcast", "chain", broadcast, _broadcast_cost, growth=ROUNDS_OF_VECTORS),
-    Algorithm("reduce", "chain", reduce, reduce_cost, growth=ROUNDS_OF_VECTORS),
+    Algorithm("broadcast", "chain", broadcast, chain_cost, ROUNDS_OF_VECTORS),
+    Algorithm("reduce", "chain", reduce, partial(chain_cost, reduces=True), ROUNDS_OF_VECTORS),
+    Algorithm("reduce", "ordered_chain", ordered_reduce, _ordered_reduce_cost, ROUNDS_OF_VECTORS, ordered=True),
 )

@@ -215,7 +215,7 @@ def _rounds(shape: Shape, *, reduces: bool) -> list[Round]:
 
 
 ALGORITHMS: Final = (
-    Algorithm("all_reduce", "circulant", all_reduce, _all_reduce_cost, growth=SKIPS),
-    Algorithm("all_gather", "circulant", all_gather, _all_gather_cost, growth=SKIPS),
-    Algorithm("reduce_scatter", "circulant", reduce_scatter, _reduce_scatter_cost, growth=SKIPS),
+    Algorithm("all_reduce", "circulant", all_reduce, _all_reduce_cost, SKIPS),
+    Algorithm("all_gather", "circulant", all_gather, _all_gather_cost, SKIPS),
+    Algorithm("reduce_scatter", "circulant", reduce_scatter, _reduce_scatter_cost, SKIPS),
 )

@@ -10,21 +10,13 @@ from types import MappingProxyType
 from typing import Final
 
 from asyncdist.plan.algorithms import (
-    binary_tree,
+    binary_trees,
     binomial_tree,
     bruck,
     chain,
     circulant,
-    direct,
-    dissemination,
-    double_tree,
     halving_doubling,
     linear,
-    neighbor_exchange,
-    ordered_chain,
-    pairwise,
-    recursive_doubling,
-    recursive_halving,
     ring,
     ring_2d,
     scan,
@@ -39,48 +31,54 @@ from asyncdist.plan.steps import Plan
 __all__ = [
     "ALGORITHMS",
     "EVERY",
-    "FAMILIAR",
     "SHARED_ALGORITHMS",
     "algorithms",
     "build",
+    "familiarity",
     "find",
     "needs_lane",
     "ordered_algorithms",
 ]
 
-_FAMILIAR: Final = (
-    recursive_doubling,
-    linear,
-    direct,
-    ring,
-    chain,
+_MODULES: Final = (
+    binary_trees,
     binomial_tree,
-    halving_doubling,
-    recursive_halving,
-    ring_2d,
-)
-_OTHERS: Final = (
-    binary_tree,
     bruck,
+    chain,
     circulant,
-    dissemination,
-    double_tree,
-    neighbor_exchange,
-    ordered_chain,
-    pairwise,
+    halving_doubling,
+    linear,
+    ring,
+    ring_2d,
     scan,
     shared_move,
     shared_reduce,
 )
 
-EVERY: Final[tuple[Algorithm, ...]] = tuple(one for module in (*_FAMILIAR, *_OTHERS) for one in module.ALGORITHMS)
-
-FAMILIAR: Final = tuple(dict.fromkeys(one.name for module in _FAMILIAR for one in module.ALGORITHMS))
+FAMILIAR: Final = (
+    "recursive_doubling",
+    "linear",
+    "direct",
+    "ring",
+    "chain",
+    "binomial_tree",
+    "halving_doubling",
+    "recursive_halving",
+    "ring_2d",
+)
 """Of algorithms predicted alike the first of these is taken: the figures of real machines and of the event simulator
 agree best with their formulas."""
 
 
-def _table(shared: bool) -> Mapping[str, Mapping[str, Algorithm]]:
+def familiarity(name: str) -> int:
+    """The algorithm's place in `FAMILIAR`, or the place behind all of them."""
+    return FAMILIAR.index(name) if name in FAMILIAR else len(FAMILIAR)
+
+
+EVERY: Final = sorted((one for module in _MODULES for one in module.ALGORITHMS), key=lambda one: familiarity(one.name))
+
+
+def _table(*, shared: bool) -> Mapping[str, Mapping[str, Algorithm]]:
     rows: dict[str, dict[str, Algorithm]] = {collective: {} for collective in COLLECTIVES}
     for one in EVERY:
         if one.shared is shared:

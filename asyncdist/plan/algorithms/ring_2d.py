@@ -25,6 +25,7 @@ training in a flash", 2018 (arXiv); the rings are those of `ring`.
 
 from __future__ import annotations
 
+from functools import partial
 from math import gcd, isqrt
 from typing import Final, NamedTuple
 
@@ -216,21 +217,6 @@ def _reduce_rows(builder: PlanBuilder, grid: _Grid, problem: Problem, chunk_leng
     return outgoing
 
 
-def _all_reduce_cost(shape: Shape) -> Load:
-    """Along the rows and the columns, and back."""
-    return _grid_cost(shape, phases=2, reductions=1)
-
-
-def _reduce_scatter_cost(shape: Shape) -> Load:
-    """Along the rows, then the columns."""
-    return _grid_cost(shape, phases=1, reductions=1)
-
-
-def _all_gather_cost(shape: Shape) -> Load:
-    """Along the columns, then the rows."""
-    return _grid_cost(shape, phases=1, reductions=0)
-
-
 def _grid_cost(shape: Shape, *, phases: int, reductions: int) -> Load:
     world, block = shape.world, shape.block
     width = row_length(Problem("all_reduce", world, (0,), 0, shape.ranks_per_host))
@@ -271,7 +257,7 @@ def _ways(shape: Shape, width: int) -> tuple[Way, Way]:
 
 
 ALGORITHMS: Final = (
-    Algorithm("all_reduce", "ring_2d", all_reduce, _all_reduce_cost),
-    Algorithm("all_gather", "ring_2d", all_gather, _all_gather_cost),
-    Algorithm("reduce_scatter", "ring_2d", reduce_scatter, _reduce_scatter_cost),
+    Algorithm("all_reduce", "ring_2d", all_reduce, partial(_grid_cost, phases=2, reductions=1)),
+    Algorithm("all_gather", "ring_2d", all_gather, partial(_grid_cost, phases=1, reductions=0)),
+    Algorithm("reduce_scatter", "ring_2d", reduce_scatter, partial(_grid_cost, phases=1, reductions=1)),
 )

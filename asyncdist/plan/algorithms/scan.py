@@ -17,10 +17,11 @@ Sources: Hillis and Steele, "Data parallel algorithms", Communications of the AC
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Final
 
-from asyncdist.plan.algorithms import chain
 from asyncdist.plan.algorithms.algorithm import DOUBLING, ROUNDS_OF_VECTORS, Algorithm
+from asyncdist.plan.algorithms.chain import chain_cost
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.chunks import split
 from asyncdist.plan.cost.load import Load, Round, Shape, Work, in_rounds
@@ -31,7 +32,7 @@ __all__ = ["ALGORITHMS", "exscan_chain", "exscan_doubling", "scan_chain", "scan_
 
 
 def scan_doubling(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
-    """Pass whole vectors up twice as far each round; `chunk_length` is not used.
+    """Pass whole vectors up twice as far each round.
 
     Each round receives into SCRATCH of its own, so that all receives are posted at the start.
     """
@@ -118,12 +119,8 @@ def _doubling_cost(shape: Shape) -> Load:
 
 
 ALGORITHMS: Final = (
-    Algorithm(
-        "scan", "recursive_doubling", scan_doubling, _doubling_cost, growth=DOUBLING, ordered=True, chunked=False
-    ),
-    Algorithm("scan", "chain", scan_chain, chain.reduce_cost, growth=ROUNDS_OF_VECTORS, ordered=True),
-    Algorithm(
-        "exscan", "recursive_doubling", exscan_doubling, _doubling_cost, growth=DOUBLING, ordered=True, chunked=False
-    ),
-    Algorithm("exscan", "chain", exscan_chain, chain.reduce_cost, growth=ROUNDS_OF_VECTORS, ordered=True),
+    Algorithm("scan", "recursive_doubling", scan_doubling, _doubling_cost, DOUBLING, ordered=True, chunked=False),
+    Algorithm("scan", "chain", scan_chain, partial(chain_cost, reduces=True), ROUNDS_OF_VECTORS, ordered=True),
+    Algorithm("exscan", "recursive_doubling", exscan_doubling, _doubling_cost, DOUBLING, ordered=True, chunked=False),
+    Algorithm("exscan", "chain", exscan_chain, partial(chain_cost, reduces=True), ROUNDS_OF_VECTORS, ordered=True),
 )

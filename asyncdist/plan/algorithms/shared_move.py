@@ -23,6 +23,7 @@ publishes them as one payload with a table of the pieces, where the others find 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 from asyncdist.plan.algorithms.algorithm import Algorithm
@@ -259,11 +260,6 @@ def _all_to_all_cost(shape: Shape) -> SharedLoad:
     return SharedLoad(1, work, SharedWork(0).plus(work, shape.world), block * others, lent_item=block / pieces)
 
 
-def _barrier_cost(shape: Shape) -> SharedLoad:
-    """Everyone says that it is here, and waits for all."""
-    return in_records(shape, 0.0)
-
-
 def _all_to_all_uneven_cost(shape: Shape) -> SharedLoad:
     """As of even pieces, but that none is cut."""
     return _all_to_all_cost(_whole(shape, shape.total))
@@ -291,7 +287,9 @@ ALGORITHMS: Final = (
     Algorithm("gather", "shared", gather, _gather_cost, shared=True, records=Takes.ALL),
     Algorithm("scatter", "shared", scatter, _scatter_cost, shared=True, records=Takes.ONE),
     Algorithm("all_to_all", "shared", all_to_all, _all_to_all_cost, shared=True, records=Takes.ONE),
-    Algorithm("barrier", "shared", barrier, _barrier_cost, shared=True, chunked=False, records=Takes.ONE),
+    Algorithm(
+        "barrier", "shared", barrier, partial(in_records, payload=0.0), shared=True, chunked=False, records=Takes.ONE
+    ),
     Algorithm("all_to_all_uneven", "shared", all_to_all_uneven, _all_to_all_uneven_cost, shared=True, chunked=False),
     Algorithm("gather_uneven", "shared", gather_uneven, _gather_uneven_cost, shared=True, chunked=False),
     Algorithm("scatter_uneven", "shared", scatter_uneven, _scatter_uneven_cost, shared=True, chunked=False),

@@ -227,7 +227,7 @@ BETWEEN: Final = Way(1.0)
 """Only heads send to other hosts, and what both of a host's send is counted as one's."""
 
 
-def one_way_cost(shape: Shape, *, trees: int, reduces: bool) -> Load:
+def one_way_cost(shape: Shape, *, trees: int, reduces: bool = False) -> Load:
     """Return what broadcast or, if it `reduces`, reduce asks on so many `trees`.
 
     Where hosts have several ranks, a chunk passes the levels of the tree over hosts and those inside a host, one after

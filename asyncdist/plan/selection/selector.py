@@ -13,7 +13,14 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import Final
 
-from asyncdist.plan.algorithms.registry import FAMILIAR, algorithms, build, find, needs_lane, ordered_algorithms
+from asyncdist.plan.algorithms.registry import (
+    algorithms,
+    build,
+    familiarity,
+    find,
+    needs_lane,
+    ordered_algorithms,
+)
 from asyncdist.plan.chunks import WINDOW
 from asyncdist.plan.problem import COLLECTIVES, EXCHANGES, Problem
 from asyncdist.plan.records import NO_LANE, USUAL_LANE, LaneMemory
@@ -209,7 +216,7 @@ def candidates(
         return []
     limit_s = found[0].seconds * TIE
     ties = [one for one in found if one.seconds <= limit_s and one.scratch_bytes <= SCRATCH_MAX_BYTES] or found[:1]
-    best = min(ties, key=lambda one: (one.scratch_bytes // CHUNK_MAX_BYTES, _familiarity(one.algorithm)))
+    best = min(ties, key=lambda one: (one.scratch_bytes // CHUNK_MAX_BYTES, familiarity(one.algorithm)))
     found.remove(best)
     return [best, *found]
 
@@ -249,10 +256,6 @@ def _least_chunk(problem: Problem, tuning: Tuning) -> int:
 def _first_of_all(sizes: Sequence[int], nbytes: int) -> int:
     """How many sizes are worth a look: no more than one that holds all there is, as larger ones do the same."""
     return next((number for number, size in enumerate(sizes, 1) if size >= nbytes), len(sizes))
-
-
-def _familiarity(algorithm: str) -> int:
-    return FAMILIAR.index(algorithm) if algorithm in FAMILIAR else len(FAMILIAR)
 
 
 @lru_cache(maxsize=PLAN_CACHE_PLANS)

@@ -59,6 +59,6 @@ def test_one_file_and_its_name_in_the_registry(tmp_path: Path) -> None:
     folder = tmp_path / "asyncdist" / "plan" / "algorithms"
     (folder / "star.py").write_text(STAR)
     registry = folder / "registry.py"
-    registry.write_text(registry.read_text().replace("    shared_reduce,\n", "    shared_reduce,\n    star,\n"))
+    registry.write_text(registry.read_text().replace("    scan,\n", "    scan,\n    star,\n"))
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
     subprocess.run([sys.executable, "-c", USE], cwd=tmp_path, env=environment, check=True, timeout=60)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from asyncdist.plan.algorithms.fold import Fold, FoldedBlocks
+from asyncdist.plan.algorithms.halving_doubling import Fold, FoldedBlocks
 from asyncdist.plan.chunks import offsets
 from asyncdist.plan.steps import Buffer
 

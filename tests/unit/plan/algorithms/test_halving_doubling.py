@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from plan_counts import peers, plans_of, received, rounds, sent
 
-from asyncdist.plan.algorithms.fold import Fold
+from asyncdist.plan.algorithms.halving_doubling import Fold
 from asyncdist.plan.algorithms.registry import build
 from asyncdist.plan.chunks import WINDOW
 from asyncdist.plan.problem import Problem

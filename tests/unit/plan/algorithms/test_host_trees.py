@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from plan_counts import plans_of, received, rounds, sent
 
-from asyncdist.plan.algorithms.host_trees import host_pair, host_tree, rooted_host_pair
+from asyncdist.plan.algorithms.binary_trees import host_pair, host_tree, rooted_host_pair
 from asyncdist.plan.algorithms.trees import NO_PARENT, pair_nodes, pair_tops, rooted_pair_nodes, tree_node
 from asyncdist.plan.chunks import WINDOW
 from asyncdist.plan.problem import Problem

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 from prove_plans import parse_worlds, prove_command
 
-from asyncdist.plan.algorithms.host_trees import _Hosts
+from asyncdist.plan.algorithms.binary_trees import _Hosts
 from asyncdist.plan.algorithms.registry import ALGORITHMS, algorithms, build
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.proof.prove import BY_HOST, MAX_STEPS, SINGLE_COPIES, THOROUGH, families, prove
