@@ -379,6 +379,6 @@ async def until_ended(works: Iterable[Work[Any]]) -> None:
     for work in list(works):
         if not work._done:
             ended = asyncio.Event()
-            # Not as its user asks: see `asyncdist.group.unretrieved`.
+            # Not as its user asks: see `asyncdist.group.misuse`.
             Work.add_done_callback(work, lambda _work, ended=ended: ended.set())  # type: ignore[misc]
             await ended.wait()

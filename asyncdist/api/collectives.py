@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from asyncdist.api.ranks import root_of
 from asyncdist.arrays.reduce_op import ReduceOp, ReduceOpLike
 from asyncdist.concurrency.deadline import INHERIT, Timeout
-from asyncdist.group.default_group import Group, resolve
+from asyncdist.group.default_group import Group, resolve, root_of
 from asyncdist.group.methods.streams import DEFAULT_CHUNK_BYTES, ChunkStream
 from asyncdist.work import Work
 

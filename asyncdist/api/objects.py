@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from asyncdist.api.ranks import peer_of, required_peer, root_of
 from asyncdist.concurrency.deadline import INHERIT, Timeout
-from asyncdist.group.default_group import Group, resolve
+from asyncdist.group.default_group import Group, peer_of, required_peer, resolve, root_of
 from asyncdist.group.methods.objects import DEFAULT_MAX_TOTAL_BYTES
 from asyncdist.group.methods.point_to_point import DEFAULT_MAX_BYTES
 from asyncdist.work import Work

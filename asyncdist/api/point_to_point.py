@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from asyncdist.api.ranks import peer_of, required_peer
 from asyncdist.arrays.device import any_array
 from asyncdist.concurrency.deadline import Timeout
-from asyncdist.group.default_group import Group, resolve
+from asyncdist.group.default_group import Group, peer_of, required_peer, resolve
 from asyncdist.group.methods.point_to_point import DEFAULT_MAX_BYTES
 from asyncdist.group.point_to_point import check_tag
 from asyncdist.work import Work

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from numbers import Complex
 from typing import Any, Final, TypeAlias
 
-__all__ = ["MAX", "MIN", "PRODUCT", "SUM", "CustomOp", "PremulSum", "ReduceOp", "ReduceOpLike"]
+__all__ = ["CustomOp", "PremulSum", "ReduceOp", "ReduceOpLike"]
 
 
 @dataclass(frozen=True, slots=True)

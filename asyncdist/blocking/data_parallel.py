@@ -12,8 +12,8 @@ from asyncdist.blocking.group import ProcessGroup, current_session, inner_of
 from asyncdist.blocking.lifting import asked
 from asyncdist.blocking.work import refuse_loop
 from asyncdist.concurrency.deadline import INHERIT, Timeout
-from asyncdist.data_parallel.gradient_buckets import GradientBuckets as InnerBuckets
 from asyncdist.data_parallel.gradients import BUCKET_BYTES, list_of
+from asyncdist.data_parallel.gradients import GradientBuckets as InnerBuckets
 from asyncdist.data_parallel.sampler import DistributedSampler as InnerSampler
 from asyncdist.group.non_member import NonMember
 

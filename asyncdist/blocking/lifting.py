@@ -11,7 +11,7 @@ from asyncdist.api import point_to_point
 from asyncdist.blocking.group import ProcessGroup, Session, current_session, inner_of, session_of
 from asyncdist.blocking.work import Work, refuse_loop
 from asyncdist.gpu.streams import carried
-from asyncdist.group.unretrieved import watch
+from asyncdist.group.misuse import watch
 
 __all__ = ["P2POp", "asked", "collective", "completed", "issued"]
 

@@ -30,7 +30,7 @@ from asyncdist.plan.cost.constants import Constants, Link
 from asyncdist.plan.selection.tuning import constants_from_terms, constants_to_terms
 from asyncdist.transport.config import TRANSPORTS
 from asyncdist.tuning.fit import CLOSE, TOLERABLE, Choice, judge, summary
-from asyncdist.tuning.links import measure_link
+from asyncdist.tuning.measure import measure_link
 from asyncdist.tuning.session import WORLDS, Cell, Report, find_here, try_here
 from asyncdist.tuning.trials import EXERCISES, Trial
 from asyncdist.world.tuning_file import (

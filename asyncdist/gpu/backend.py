@@ -22,7 +22,7 @@ import msgpack
 
 from asyncdist.collectives.arguments.call import Call
 from asyncdist.collectives.backend import Backend, CollectiveWork, GroupBackend
-from asyncdist.collectives.executor.scratch import ScratchPool
+from asyncdist.collectives.executor.buffers import ScratchPool
 from asyncdist.concurrency import trace as events
 from asyncdist.concurrency.tasks import start_task
 from asyncdist.cuda import Provider

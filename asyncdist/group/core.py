@@ -34,16 +34,14 @@ from asyncdist.group.abort_reasons import (
     named,
 )
 from asyncdist.group.backends import GroupBackends
-from asyncdist.group.closed_group import EndedGroup
 from asyncdist.group.deadlines import NOT_HEARD_FROM, Deadlines, timeout_error
-from asyncdist.group.membership import Lineage, Origin
+from asyncdist.group.membership import EndedGroup, Lineage, Origin
 from asyncdist.group.methods.streams import ChunkStream
 from asyncdist.group.mismatch import MismatchFinder, StrayMessages
-from asyncdist.group.overlap_warning import OverlapWatch
+from asyncdist.group.misuse import OverlapWatch, UnretrievedErrors, watch_issued, watches
 from asyncdist.group.point_to_point import Pairs, check_tag
 from asyncdist.group.rejected_calls import RejectedCalls
 from asyncdist.group.survivors import Losses, Survivors
-from asyncdist.group.unretrieved import UnretrievedErrors, watch_issued, watches
 from asyncdist.work import Work, until_ended
 from asyncdist.world import control as messages
 from asyncdist.world.world import CLOSED, NOT_MADE, World

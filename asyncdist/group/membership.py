@@ -8,24 +8,26 @@ groups that differ can never meet, so no rank is blamed that is only late. Where
 A rank that closes a group tells no other rank, as most need not know. So a rank that has waited `ASK_S` for a message
 asks the sender, once, to say when it has closed the group, or the group that this one is to be made of. A rank that
 waits for a collective asks those that say that they have not made its group. Closing waits until all that was sent is
-written, so the answer comes behind it: a receive that has not met a message by then never will.
+written, so the answer comes behind it: a receive that has not met a message by then never will. An `EndedGroup` stays
+in the place of a closed group and answers.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Final, NamedTuple, TypeAlias
 
+from asyncdist.collectives.backend import WorkKey
 from asyncdist.concurrency.integers import SubgroupNames, spell_ranks
 from asyncdist.errors import CollectiveMismatchError
 from asyncdist.group.deadlines import ASK_S, MAX_PROBE_DIALS
 from asyncdist.messages.work import ANY_SOURCE
-from asyncdist.world.control import Closed, Made
-from asyncdist.world.world import World
+from asyncdist.world.control import Closed, GroupMessage, Made, Mismatch, Probe, Status
+from asyncdist.world.world import CLOSED, CLOSED_SINCE, ISSUED, World
 
-__all__ = ["MADE_KEPT", "QUESTIONS_KEPT", "ClosedMembers", "CreationOrder", "Lineage", "Origin"]
+__all__ = ["MADE_KEPT", "QUESTIONS_KEPT", "ClosedMembers", "CreationOrder", "EndedGroup", "Lineage", "Origin"]
 
 MADE_KEPT: Final = 256
 """The newest groups are remembered, closed ones included: as many as ranks may lag behind with first operations."""
@@ -203,3 +205,54 @@ class ClosedMembers:
     def _ask(self, ranks: AbstractSet[int], *, dial: bool) -> None:
         message = Closed(self._group_id, self._parent_id, True)
         self._asked.update(self._world.tell(tuple(ranks - self._asked), message, dial=dial))
+
+
+class EndedGroup:
+    """In the place of a group that was closed here, so that nobody waits for what will never come.
+
+    `issued` says how many collectives of each tag it had, `order` what was made of it, `words` what the last ones were.
+    Where the world ends with the group, its goodbye says all there is to say.
+    """
+
+    __slots__ = ("_group_id", "_issued", "_order", "_words", "_world", "ranks")
+
+    def __init__(
+        self,
+        world: World,
+        group_id: int,
+        ranks: tuple[int, ...],
+        issued: Mapping[int, int],
+        order: CreationOrder,
+        words: Mapping[WorkKey, tuple[str, str]],
+    ) -> None:
+        self.ranks = ranks
+        self._world = world
+        self._group_id = group_id
+        self._issued = issued
+        self._order = order
+        self._words = words
+
+    def control(self, sender: int, message: GroupMessage) -> None:
+        """A control message of another member."""
+        match message:
+            case Probe(_, tag, sequence):
+                self.tell_issued(sender, tag, sequence)
+            case Mismatch(group_id, tag, sequence, _, True):
+                _, text = self._words.get((tag, sequence), ("", CLOSED_SINCE))
+                self._world.tell((sender,), Mismatch(group_id, tag, sequence, text, False), dial=False)
+            case Made(_, number, made_id, ranks, asked):
+                self._order.heard(sender, number, made_id, ranks, asked)
+            case Closed(_, _, True):
+                self.tell_closed(sender)
+
+    def tell_issued(self, rank: int, tag: int, sequence: int) -> None:
+        """Tell a member whether that collective was issued here; else it never will be."""
+        issued = self._issued.get(tag, 0) > sequence
+        if issued or not self._world.leaving:
+            state = ISSUED if issued else CLOSED
+            self._world.tell((rank,), Status(self._group_id, tag, sequence, state), dial=False)
+
+    def tell_closed(self, rank: int) -> None:
+        """Tell a member that nothing more is sent from here: what was is ahead of this."""
+        if not self._world.leaving:
+            self._world.tell((rank,), Closed(self._group_id, 0, False), dial=False)

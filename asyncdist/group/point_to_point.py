@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from asyncdist.gpu.messages import DeviceSendWork
     from asyncdist.gpu.pairs import DevicePairs
 
-__all__ = ["MAX_TAG", "PairOwner", "Pairs", "check_tag"]
+__all__ = ["Pairs", "check_tag"]
 
 MAX_TAG: Final = 2**32 - 1
 """Largest tag: it travels as 32 bits."""

@@ -34,7 +34,7 @@ from asyncdist.plan.steps import (
     repeats,
 )
 
-__all__ = ["Accesses", "PlanBuilder", "one_by_one"]
+__all__ = ["PlanBuilder", "one_by_one"]
 
 NOTHING: Final = Slice(Buffer.SCRATCH, 0, 0)
 """What a message without elements carries."""

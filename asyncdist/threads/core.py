@@ -28,10 +28,9 @@ from asyncdist.errors import ClosedError
 from asyncdist.gpu.streams import carried
 from asyncdist.group import default_group as context
 from asyncdist.group.core import GroupCore, core_of
-from asyncdist.group.overlap_warning import OverlapWatch
+from asyncdist.group.misuse import OverlapWatch, watch, watches
 from asyncdist.group.point_to_point import Pairs, check_tag
 from asyncdist.group.process_group import ProcessGroup
-from asyncdist.group.unretrieved import watch, watches
 from asyncdist.threads.bridge import Bridge, ItemsThere, call_forgotten, completed, give_up
 from asyncdist.threads.thread import CommunicationThread, acquire, release
 from asyncdist.threads.work import Courier, ThreadWork

@@ -27,7 +27,7 @@ from asyncdist.plan.selection.selector import candidates
 from asyncdist.plan.selection.tuning import Tuning
 from asyncdist.tuning.trials import ITEMSIZE, Trial
 
-__all__ = ["CLOSE", "TOLERABLE", "Choice", "Judged", "Summary", "fitted", "judge", "summary"]
+__all__ = ["CLOSE", "TOLERABLE", "Choice", "Judged", "fitted", "judge", "summary"]
 
 OF_MESSAGES: Final = ("alpha_s", "beta_s", "gamma_s", "overhead_s", "copy_s", "turn_s")
 OF_SHARED_MEMORY: Final = ("wake_s", "step_s", "operand_s", "copy_s", "reduce_s", "begin_s", "read_s")

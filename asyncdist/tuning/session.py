@@ -25,19 +25,7 @@ from asyncdist.tuning.measure import PROBE_WORLD, Measured, measure
 from asyncdist.tuning.trials import Trial, try_all
 from asyncdist.world.tuning_file import built_in_constants, host_cores
 
-__all__ = [
-    "START_LIMIT_S",
-    "WORLDS",
-    "Body",
-    "Cell",
-    "Found",
-    "Report",
-    "constants_of",
-    "find_here",
-    "measure_here",
-    "run_here",
-    "try_here",
-]
+__all__ = ["WORLDS", "Cell", "Found", "Report", "constants_of", "find_here", "measure_here", "try_here"]
 
 
 START_LIMIT_S: Final = 60.0

@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 
 import msgpack
 
-from asyncdist.collectives.executor.scratch import ScratchPool
+from asyncdist.collectives.executor.buffers import ScratchPool
 from asyncdist.concurrency import trace as events
 from asyncdist.concurrency.loop import close_in_forked_child
 from asyncdist.errors import CollectiveMismatchError, DistError, PeerLostError, RemoteProtocolError

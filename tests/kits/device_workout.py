@@ -12,9 +12,8 @@ from differential import REDUCTIONS, wide
 
 from asyncdist.arrays.reduce_op import ReduceOp
 from asyncdist.collectives.arguments import call as calls
-from asyncdist.collectives.arguments import coalesced as call_coalesced
-from asyncdist.collectives.arguments import exchange as call_exchange
 from asyncdist.collectives.arguments.call import Call
+from asyncdist.group.methods.coalesced import all_reduce_coalesced
 
 Check = Callable[[PathRank, int, Any, str], Coroutine[Any, Any, None]]
 
@@ -102,11 +101,11 @@ async def all_to_all(rank: PathRank, count: int, dtype: Any, op: str) -> None:
     size, me = rank.size, rank.rank
     out = rank.array(np.ones(size * count, dtype))
     x = rank.array(values(me, size * count, dtype))
-    await rank.run(call_exchange.all_to_all_single(out, x, None, None, me, size))
+    await rank.run(calls.all_to_all_single(out, x, None, None, me, size))
     same(out, np.concatenate([values(other, size * count, dtype)[me * count :][:count] for other in range(size)]))
     sent = [rank.array(values(10 * me + other, pair_count(me, other, count), dtype)) for other in range(size)]
     into = [rank.array(np.ones(pair_count(other, me, count), dtype)) for other in range(size)]
-    await rank.run(call_exchange.all_to_all(into, sent, me, size))
+    await rank.run(calls.all_to_all(into, sent, me, size))
     for other, place in enumerate(into):
         same(place, values(10 * other + me, pair_count(other, me, count), dtype))
 
@@ -119,18 +118,18 @@ def pair_count(source: int, target: int, count: int) -> int:
 async def uneven(rank: PathRank, count: int, dtype: Any, op: str) -> None:
     size, me = rank.size, rank.rank
     places = [rank.array(np.ones(other * count, dtype)) for other in range(size)] if me == 0 else None
-    await rank.run(call_exchange.gather_uneven(rank.array(values(me, me * count, dtype)), places, 0, me, size))
+    await rank.run(calls.gather_uneven(rank.array(values(me, me * count, dtype)), places, 0, me, size))
     for other, place in enumerate(places or ()):
         same(place, values(other, other * count, dtype))
     x = rank.array(np.ones(me * count, dtype))
-    await rank.run(call_exchange.scatter_uneven(x, places, 0, me, size))
+    await rank.run(calls.scatter_uneven(x, places, 0, me, size))
     same(x, values(me, me * count, dtype))
 
 
 async def coalesced(rank: PathRank, count: int, dtype: Any, op: str) -> None:
     lengths = (count, 0, 3, 2 * count)
     arrays = [rank.array(values(rank.rank, length, dtype)) for length in lengths]
-    await rank.run(call_coalesced.all_reduce_coalesced(arrays, ReduceOp[op]))
+    await rank.run(all_reduce_coalesced(arrays, ReduceOp[op]))
     for array, length in zip(arrays, lengths, strict=True):
         same(array, reduced(op, everybody(rank.size, length, dtype), dtype), op)
 
@@ -147,7 +146,7 @@ async def in_place(rank: PathRank, count: int, dtype: Any, op: str) -> None:
     total = reduced(op, everybody(size, size * count, dtype), dtype)
     same(whole[me * count : (me + 1) * count], total[me * count : (me + 1) * count], op)
     whole = rank.array(values(me, size * count, dtype))
-    await rank.run(call_exchange.all_to_all_single(whole, whole, None, None, me, size))
+    await rank.run(calls.all_to_all_single(whole, whole, None, None, me, size))
     same(whole, np.concatenate([values(other, size * count, dtype)[me * count :][:count] for other in range(size)]))
 
 

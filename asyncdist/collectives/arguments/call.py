@@ -1,8 +1,12 @@
 """Call: one collective's arguments, checked and bound, before a byte moves.
 
-Each function checks the arguments of one collective for one rank and returns the `Call` a backend runs. All raise
+Each function checks the arguments of one collective for one rank and returns the `Call` that a backend runs. All raise
 TypeError for values that are no arrays or reduce operations, and ValueError for shapes, counts, dtypes or roots that
-do not fit.
+do not fit. The methods of `group.methods` that users call are beside it in name and order.
+
+In the uneven forms a rank knows only its own lengths. `Call.pieces` then holds the arrays that travel, each whole, even
+if it is empty. The plan counts each as one element, so that one plan serves all lengths. The receiver of an array
+compares its length with the length that it expects.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ from asyncdist.arrays import reduction
 from asyncdist.arrays.device import PLAIN, DeviceArray, any_array, device_flat, device_of, flat_of
 from asyncdist.arrays.host import Array, Flat, describe
 from asyncdist.arrays.reduce_op import PremulSum, ReduceOp, ReduceOpLike
+from asyncdist.concurrency.integers import as_int
+from asyncdist.plan.chunks import offsets
 
 __all__ = [
     "NO_BLOCKS",
@@ -24,16 +30,20 @@ __all__ = [
     "all_gather",
     "all_gather_into_tensor",
     "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
     "arrays_of",
     "barrier",
     "blocks_like",
-    "blocks_of",
     "broadcast",
     "check_same_dtype",
     "coalesced",
     "exscan",
+    "flats_of",
     "gather",
+    "gather_uneven",
     "given_at_root",
+    "lists_of",
     "monitored_barrier",
     "multi_device",
     "place_of",
@@ -42,6 +52,7 @@ __all__ = [
     "reduce_scatter_tensor",
     "scan",
     "scatter",
+    "scatter_uneven",
 ]
 
 _BYTE = np.dtype(np.uint8)
@@ -123,19 +134,17 @@ def reduce(tensor: object, root: int, op: ReduceOpLike, rank: int) -> Call:
     """Any shape; in place on the root, untouched elsewhere."""
     array = any_array(tensor)
     reduction.validate(op, array.dtype)
-    flat = flat_of(array, writable=rank == root)
-    outputs = (flat,) if rank == root else NO_BLOCKS
-    own = rank == root
-    return Call(
-        "reduce", array.dtype, array.size, (flat,), outputs, tensor, root, op, finishes=own, device=device_of(array)
-    )
+    own, device = rank == root, device_of(array)
+    flat = flat_of(array, writable=own)
+    outputs = (flat,) if own else NO_BLOCKS
+    return Call("reduce", array.dtype, array.size, (flat,), outputs, tensor, root, op, own, device=device)
 
 
 def all_gather(tensor_list: object, tensor: object, rank: int, size: int) -> Call:
     """`size` arrays of the dtype of `tensor`, the same sizes on all ranks; this rank's is shaped like `tensor`."""
     array = any_array(tensor)
     arrays = blocks_of(tensor_list, "tensor_list", size, array, rank)
-    outputs = [flat_of(block, writable=True, name=f"tensor_list[{index}]") for index, block in enumerate(arrays)]
+    outputs = flats_of(arrays, "tensor_list", writable=True)
     even = all(block.size == array.size for block in arrays)
     counts = array.size if even else tuple(block.size for block in arrays)
     inputs = (flat_of(array, writable=False),)
@@ -200,16 +209,9 @@ def reduce_scatter_tensor(output: object, tensor: object, op: ReduceOpLike, size
         raise ValueError(f"input must hold {size} times the {target.size} elements of output, but holds {array.size}")
     inputs = (flat_of(array, writable=False),)
     outputs = (flat_of(target, writable=True, name="output"),)
+    device = device_of(target)
     return Call(
-        "reduce_scatter",
-        target.dtype,
-        target.size,
-        inputs,
-        outputs,
-        output,
-        op=op,
-        finishes=True,
-        device=device_of(target),
+        "reduce_scatter", target.dtype, target.size, inputs, outputs, output, op=op, finishes=True, device=device
     )
 
 
@@ -254,7 +256,21 @@ def blocks_like(values: object, name: str, size: int, like: Array, *, writable: 
                 f"{describe(like.dtype, like.shape)}{hint if array.dtype == like.dtype else ''}"
             )
         check_same_dtype(array, like, f"{name}[{index}]", "tensor")
+    return flats_of(arrays, name, writable=writable)
+
+
+def flats_of(arrays: Sequence[Array], name: str, *, writable: bool) -> list[Flat]:
+    """The arrays of a list as flat runs of elements."""
     return [flat_of(array, writable=writable, name=f"{name}[{index}]") for index, array in enumerate(arrays)]
+
+
+def lists_of(values: object, name: str, count: int, owner: str) -> Sequence[Any]:
+    """A list of `count` lists of arrays, one per `owner`."""
+    if not isinstance(values, list | tuple):
+        raise TypeError(f"{name} must be a list of lists of arrays, not {type(values).__name__}")
+    if len(values) != count:
+        raise ValueError(f"{name} must hold one list per {owner}: {count}, but holds {len(values)}")
+    return values
 
 
 def blocks_of(values: object, name: str, size: int, own: Array, rank: int) -> list[Array]:
@@ -331,3 +347,110 @@ def multi_device(members: Sequence[Call], detail: str, root: int, result: Any) -
         device=first.device,
         members=members,
     )
+
+
+def all_to_all(output_list: object, input_list: object, rank: int, size: int) -> Call:
+    """`size` arrays each, of any shapes and one dtype; `input_list[rank]` is shaped like `output_list[rank]`."""
+    sources = arrays_of(input_list, "input_tensor_list", size)
+    targets = arrays_of(output_list, "output_tensor_list", size)
+    own, place = sources[rank], targets[rank]
+    for name, arrays in (("input_tensor_list", sources), ("output_tensor_list", targets)):
+        for index, array in enumerate(arrays):
+            check_same_dtype(array, sources[0], f"{name}[{index}]", "input_tensor_list[0]")
+    if own.shape != place.shape:
+        raise ValueError(
+            f"output_tensor_list[{rank}] has shape {place.shape}, but input_tensor_list[{rank}] {own.shape}"
+        )
+    inputs = flats_of(sources, "input_tensor_list", writable=False)
+    outputs = flats_of(targets, "output_tensor_list", writable=True)
+    pieces = ([flat.elements for flat in inputs], [flat.elements for flat in outputs])
+    return _exchange(inputs, outputs, pieces, output_list)
+
+
+def all_to_all_single(
+    output: object, input: object, output_splits: object, input_splits: object, rank: int, size: int
+) -> Call:
+    """Rows of the first dimension, `size` equal parts each or as the splits say; one dtype."""
+    source, target = any_array(input, "input"), any_array(output, "output")
+    check_same_dtype(source, target, "input", "output")
+    flat_input = flat_of(source, writable=False, name="input")
+    flat_output = flat_of(target, writable=True, name="output")
+    even = not (_given(input_splits) or _given(output_splits))
+    sent = _lengths(source, input_splits, "input", size)
+    received = _lengths(target, output_splits, "output", size)
+    if sent[rank] != received[rank]:
+        raise ValueError(
+            f"input holds {sent[rank]} elements for this rank itself, but output has room for {received[rank]}"
+        )
+    if even:
+        device = device_of(source)
+        return Call("all_to_all", source.dtype, sent[0], (flat_input,), (flat_output,), output, device=device)
+    pieces = (_cut(flat_input, sent), _cut(flat_output, received))
+    return _exchange((flat_input,), (flat_output,), pieces, output)
+
+
+def gather_uneven(tensor: object, gather_list: object, root: int, rank: int, size: int) -> Call:
+    """`gather_list` only on the root: `size` arrays of the dtype of `tensor`; its own is shaped like `tensor`."""
+    array = any_array(tensor)
+    own = flat_of(array, writable=False)
+    outputs: Sequence[Flat] = NO_BLOCKS
+    if given_at_root(gather_list, "gather_list", "destination", here=rank == root):
+        outputs = flats_of(blocks_of(gather_list, "gather_list", size, array, rank), "gather_list", writable=True)
+    pieces = ([own.elements], [flat.elements for flat in outputs])
+    counts, device, filled = (1,) * size, device_of(array), gather_list or None
+    return Call("gather_uneven", array.dtype, counts, (own,), outputs, filled, root, pieces=pieces, device=device)
+
+
+def scatter_uneven(tensor: object, scatter_list: object, root: int, rank: int, size: int) -> Call:
+    """`scatter_list` only on the root: `size` arrays of the dtype of `tensor`; its own is shaped like `tensor`."""
+    array = any_array(tensor)
+    own = flat_of(array, writable=True)
+    inputs: Sequence[Flat] = NO_BLOCKS
+    if given_at_root(scatter_list, "scatter_list", "source", here=rank == root):
+        inputs = flats_of(blocks_of(scatter_list, "scatter_list", size, array, rank), "scatter_list", writable=False)
+    pieces = ([flat.elements for flat in inputs], [own.elements])
+    counts, device = (1,) * size, device_of(array)
+    return Call("scatter_uneven", array.dtype, counts, inputs, (own,), tensor, root, pieces=pieces, device=device)
+
+
+def _exchange(
+    inputs: Sequence[Flat], outputs: Sequence[Flat], pieces: tuple[Sequence[Array], Sequence[Array]], result: object
+) -> Call:
+    counts, own = (1,) * 2 * len(pieces[0]), inputs[0].elements
+    device = device_of(own)
+    return Call("all_to_all_uneven", own.dtype, counts, inputs, outputs, result, pieces=pieces, device=device)
+
+
+def _given(splits: object) -> bool:
+    """Whether splits are given: torch takes an empty list for none."""
+    return splits is not None and not (isinstance(splits, list | tuple) and not splits)
+
+
+def _lengths(array: Array, splits: object, name: str, size: int) -> tuple[int, ...]:
+    """Elements of `array` for each rank."""
+    if not array.ndim:
+        raise ValueError(f"{name} must have a dimension to split, but is a single number")
+    rows = array.shape[0]
+    if not _given(splits):
+        if rows % size:
+            raise ValueError(f"the first dimension of {name} is {rows}, which {size} ranks cannot share evenly")
+        return (array.size // size,) * size
+    if not isinstance(splits, list | tuple):
+        raise TypeError(f"{name}_split_sizes must be a list of ints, not {type(splits).__name__}")
+    if len(splits) != size:
+        raise ValueError(f"{name}_split_sizes must hold one size per rank: {size}, but holds {len(splits)}")
+    sizes = [
+        split if type(split) is int else as_int(split, f"{name}_split_sizes[{index}] must be an int")
+        for index, split in enumerate(splits)
+    ]
+    if min(sizes) < 0:
+        raise ValueError(f"{name}_split_sizes must not be negative: {sizes}")
+    if sum(sizes) != rows:
+        raise ValueError(f"{name}_split_sizes add up to {sum(sizes)}, but the first dimension of {name} is {rows}")
+    row_length = array.size // rows if rows else 0
+    return tuple(split * row_length for split in sizes)
+
+
+def _cut(flat: Flat, lengths: Sequence[int]) -> list[Array]:
+    starts = offsets(lengths)
+    return [flat.elements[start : start + length] for start, length in zip(starts, lengths, strict=False)]

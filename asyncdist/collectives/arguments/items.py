@@ -1,6 +1,6 @@
 """ItemCall: a collective of items, whose sizes only their owners know: uneven arrays, and objects.
 
-Each function checks the arguments of one collective for one rank, as those of `calls.call` do, and raises as they
+Each function checks the arguments of one collective for one rank, as those of `call` do, and raises as they
 do. Objects are encoded here, at the call; arrays are only borrowed.
 """
 

@@ -33,15 +33,12 @@ from asyncdist.transport.protocol.frame import EARLY_PULL_BYTES, key_suffix
 __all__ = [
     "COPY",
     "FETCH",
-    "FETCH_REDUCE",
     "PIECE_SUFFIX",
     "PUBLISH",
     "RECV",
     "RECV_REDUCE",
-    "REDUCE",
     "SEND",
     "Instruction",
-    "Instructions",
     "Program",
     "Waiting",
 ]

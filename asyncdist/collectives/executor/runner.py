@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 
 from asyncdist.arrays.host import Array
 from asyncdist.arrays.reduction import Kernel
-from asyncdist.collectives.executor.buffers import Bound
+from asyncdist.collectives.executor.buffers import Bound, ScratchPool
 from asyncdist.collectives.executor.program import (
     COPY,
     PIECE_SUFFIX,
@@ -27,7 +27,6 @@ from asyncdist.collectives.executor.program import (
     Instruction,
     Program,
 )
-from asyncdist.collectives.executor.scratch import ScratchPool
 from asyncdist.errors import CollectiveMismatchError, DistError, GroupAbortedError
 from asyncdist.transport.protocol.frame import CREDIT_BYTES
 from asyncdist.transport.protocol.operations import Receive, SendOp

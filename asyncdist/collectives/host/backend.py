@@ -12,7 +12,7 @@ from asyncdist.collectives.arguments.call import Call
 from asyncdist.collectives.arguments.items import ItemCall
 from asyncdist.collectives.arguments.stream import StreamCall
 from asyncdist.collectives.backend import CollectiveWork, GroupBackend, OnEnd, WorkKey
-from asyncdist.collectives.executor.scratch import ScratchPool
+from asyncdist.collectives.executor.buffers import ScratchPool
 from asyncdist.collectives.host.item_operation import ItemOperation
 from asyncdist.collectives.host.operation import Operation, Recipe
 from asyncdist.collectives.host.stream_operation import StreamOperation
@@ -33,7 +33,7 @@ from asyncdist.transport.base_mesh import BaseMesh
 from asyncdist.transport.protocol.frame import key_prefix
 from asyncdist.transport.protocol.peer import PeerCore
 
-__all__ = ["HostBackend", "trace_choice"]
+__all__ = ["HostBackend"]
 
 RECIPES_KEPT: Final = 256
 """Compiled plans kept per group: more than the shapes a training step uses, few enough to stay below some megabytes."""

@@ -38,12 +38,7 @@ class ItemOperation(Execution):
     __slots__ = ("_arriving", "_backend", "_call", "_items", "_on_end", "_received_bytes", "_work")
 
     def __init__(
-        self,
-        backend: HostBackend,
-        call: ItemCall,
-        recipe: Recipe,
-        work: CollectiveWork,
-        on_end: OnEnd,
+        self, backend: HostBackend, call: ItemCall, recipe: Recipe, work: CollectiveWork, on_end: OnEnd
     ) -> None:
         self._backend = backend
         self._call = call

@@ -62,14 +62,7 @@ class Operation(Execution):
 
     __slots__ = ("_backend", "_call", "_on_end", "_recipe", "_scratch", "_spare", "_split", "_work")
 
-    def __init__(
-        self,
-        backend: HostBackend,
-        call: Call,
-        recipe: Recipe,
-        work: CollectiveWork,
-        on_end: OnEnd,
-    ) -> None:
+    def __init__(self, backend: HostBackend, call: Call, recipe: Recipe, work: CollectiveWork, on_end: OnEnd) -> None:
         self._backend = backend
         self._call = call
         self._recipe = recipe

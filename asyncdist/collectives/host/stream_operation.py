@@ -45,12 +45,7 @@ class StreamOperation:
     )
 
     def __init__(
-        self,
-        backend: HostBackend,
-        call: StreamCall,
-        recipe: Recipe,
-        work: CollectiveWork,
-        on_end: OnEnd,
+        self, backend: HostBackend, call: StreamCall, recipe: Recipe, work: CollectiveWork, on_end: OnEnd
     ) -> None:
         assert call.progress is not None
         self.backend = backend

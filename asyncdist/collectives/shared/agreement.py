@@ -32,7 +32,7 @@ from asyncdist.transport.protocol.zero_copy import place_of
 from asyncdist.transport.shared_memory.doorbell import Ringer
 from asyncdist.transport.shared_memory.process_memory import PROCESS, RemoteBytes
 
-__all__ = ["RESERVED", "WITHOUT_LANE", "Lanes", "TagLane"]
+__all__ = ["RESERVED", "WITHOUT_LANE", "Lanes"]
 
 FIRST_LANE_BYTES: Final = 12 << 20
 """Payloads in a rank's first lane. Two thirds are for items: what its largest collectives have under way, several
@@ -246,13 +246,7 @@ class Lanes:
         lane = Lane(backend.rank, views, partial(_borrow, memory, backend.ranks))
         expose = partial(_expose, memory, [rank for rank in backend.ranks if rank != self._mesh.rank])
         state.mapped = LaneRunner(
-            self._loop,
-            lane,
-            backend.ranks,
-            ringers,
-            self._mesh.break_pair,
-            expose,
-            partial(self._on_different, tag),
+            self._loop, lane, backend.ranks, ringers, self._mesh.break_pair, expose, partial(self._on_different, tag)
         )
         return ""
 

@@ -60,7 +60,6 @@ __all__ = [
     "TURN",
     "TURN_BYTES",
     "WANTING",
-    "WIDE_SHARE",
     "WORDS_BYTES",
     "ByMessage",
     "Differs",

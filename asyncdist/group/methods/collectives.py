@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from asyncdist.arrays.reduce_op import ReduceOp, ReduceOpLike
-from asyncdist.collectives.arguments import call, exchange
+from asyncdist.collectives.arguments import call
 from asyncdist.concurrency.deadline import INHERIT, Timeout, timeout_seconds
 from asyncdist.group.deadlines import MONITORED_BARRIER, PROBE_S
 from asyncdist.group.methods.issuer import Issuer
@@ -75,7 +75,7 @@ class Collectives(Issuer):
         the root needs to know all sizes; one that is not as it says raises CollectiveMismatchError.
         """
         root = self._root("gather", root, tag)
-        prepare = exchange.gather_uneven if uneven else call.gather
+        prepare = call.gather_uneven if uneven else call.gather
         return self._collective("gather", tag, timeout, prepare, tensor, gather_list, root, self.rank, self.size)
 
     def scatter(
@@ -94,7 +94,7 @@ class Collectives(Issuer):
         needs to know all sizes; a tensor of another size than its entry raises CollectiveMismatchError.
         """
         root = self._root("scatter", root, tag)
-        prepare = exchange.scatter_uneven if uneven else call.scatter
+        prepare = call.scatter_uneven if uneven else call.scatter
         return self._collective("scatter", tag, timeout, prepare, tensor, scatter_list, root, self.rank, self.size)
 
     def reduce_scatter(
@@ -148,7 +148,7 @@ class Exchanges(Issuer):
         another length, several dtypes, or if the two arrays of this rank itself differ in shape.
         """
         return self._collective(
-            "all_to_all", tag, timeout, exchange.all_to_all, output_tensor_list, input_tensor_list, self.rank, self.size
+            "all_to_all", tag, timeout, call.all_to_all, output_tensor_list, input_tensor_list, self.rank, self.size
         )
 
     def all_to_all_single(
@@ -174,7 +174,7 @@ class Exchanges(Issuer):
             "all_to_all_single",
             tag,
             timeout,
-            exchange.all_to_all_single,
+            call.all_to_all_single,
             output,
             input,
             output_split_sizes,

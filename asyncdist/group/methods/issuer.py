@@ -27,7 +27,7 @@ from asyncdist.world.world import World
 if TYPE_CHECKING:
     from asyncdist.group.methods.streams import ChunkStream
 
-__all__ = ["Core", "Issue", "Issuer", "check_rank", "rank_number"]
+__all__ = ["Core", "Issuer", "check_rank", "rank_number"]
 
 
 class Issue(Protocol):

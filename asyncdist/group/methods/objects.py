@@ -14,7 +14,7 @@ from asyncdist.group.methods.point_to_point import DEFAULT_MAX_BYTES
 from asyncdist.work import Work
 from asyncdist.world.world import World
 
-__all__ = ["DEFAULT_MAX_TOTAL_BYTES", "Arrays", "ItemIssuer", "Objects"]
+__all__ = ["DEFAULT_MAX_TOTAL_BYTES", "Arrays", "Objects"]
 
 
 DEFAULT_MAX_TOTAL_BYTES: Final = 8 * DEFAULT_MAX_BYTES

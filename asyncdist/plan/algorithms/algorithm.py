@@ -21,8 +21,6 @@ __all__ = [
     "SKIPS",
     "TREE",
     "Algorithm",
-    "Build",
-    "Cost",
     "Growth",
     "Kept",
     "Pace",
@@ -58,7 +56,7 @@ class Kept(enum.Enum):
 
 
 class Growth(NamedTuple):
-    """How the time grows with the world (`simulation.shortcuts`).
+    """How the time grows with the world (`simulation.simulate`).
 
     `period` is how many levels are taken together, down to `fewest` hosts or less.
     """

@@ -64,7 +64,7 @@ from asyncdist.plan.chunks import blocks_of, partition, split
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
 
-__all__ = ["ALGORITHMS", "all_reduce", "broadcast", "host_pair", "host_tree", "reduce", "rooted_host_pair"]
+__all__ = ["host_pair", "host_tree", "rooted_host_pair"]
 
 
 def all_reduce(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:

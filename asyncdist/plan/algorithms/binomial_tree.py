@@ -12,7 +12,7 @@ v holds the positions v .. v + size - 1, with size that bit (cut at p). Larger s
 gather and scatter send a subtree's blocks as one message, which is staged in SCRATCH at inner ranks; where the subtree
 wraps around from rank p-1 to rank 0 it is two messages, so that the root needs no staging.
 
-Source: Thakur, Rabenseifner and Gropp, 2005 (see `recursive_doubling`).
+Source: Thakur, Rabenseifner and Gropp, 2005 (see `halving_doubling`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from asyncdist.plan.cost.load import Hop, Load, Shape, Work, cold
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
 
-__all__ = ["ALGORITHMS", "broadcast", "gather", "reduce", "scatter"]
+__all__ = []
 
 
 def broadcast(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:

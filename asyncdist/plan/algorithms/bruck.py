@@ -27,7 +27,7 @@ from asyncdist.plan.cost.load import Hop, Load, Round, Shape, in_rounds
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice, Symmetry
 
-__all__ = ["ALGORITHMS", "all_to_all", "barrier"]
+__all__ = []
 
 
 class _Slots(NamedTuple):

@@ -25,7 +25,7 @@ from asyncdist.plan.cost.load import Hop, Load, Shape, Work, cold
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
 
-__all__ = ["ALGORITHMS", "broadcast", "chain_cost", "ordered_reduce", "reduce"]
+__all__ = ["chain_cost"]
 
 
 def broadcast(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:

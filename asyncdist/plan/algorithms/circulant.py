@@ -29,7 +29,7 @@ from asyncdist.plan.cost.load import Load, Round, Shape, in_rounds
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice, Symmetry
 
-__all__ = ["ALGORITHMS", "all_gather", "all_reduce", "reduce_scatter"]
+__all__ = []
 
 
 def all_gather(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:

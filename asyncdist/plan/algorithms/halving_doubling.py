@@ -42,17 +42,7 @@ from asyncdist.plan.cost.load import AT_HOME, Load, Round, Shape, in_rounds
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
 
-__all__ = [
-    "ALGORITHMS",
-    "Fold",
-    "FoldedBlocks",
-    "all_gather",
-    "all_reduce_by_doubling",
-    "all_reduce_by_halving",
-    "doubling_rounds",
-    "reduce_scatter",
-    "whole_round",
-]
+__all__ = ["Fold", "FoldedBlocks"]
 
 
 def all_gather(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:

@@ -40,25 +40,7 @@ from asyncdist.plan.cost.load import NO_WORK, Hop, Load, Shape, Work, alike, col
 from asyncdist.plan.problem import PRIVATE_COLLECTIVES, Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice, Symmetry
 
-__all__ = [
-    "ALGORITHMS",
-    "EXCHANGE_WINDOW",
-    "all_gather",
-    "barrier",
-    "broadcast",
-    "direct_all_reduce",
-    "exchange_blocks",
-    "fold_in_rank_order",
-    "gather",
-    "linear_all_reduce",
-    "linear_all_to_all",
-    "pairwise_all_to_all",
-    "receive_block",
-    "reduce",
-    "reduce_scatter",
-    "scatter",
-    "send_block",
-]
+__all__ = ["EXCHANGE_WINDOW"]
 
 EXCHANGE_WINDOW: Final = 32
 """Messages a rank has under way in each direction, as in MPICH's all_to_all: enough to hide every latency, few enough

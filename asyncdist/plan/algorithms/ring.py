@@ -32,7 +32,7 @@ from asyncdist.plan.cost.load import Hop, Load, Shape, Work, alike, cold
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice, Symmetry
 
-__all__ = ["ALGORITHMS", "all_gather", "all_reduce", "neighbor_exchange", "reduce_scatter"]
+__all__ = ["all_gather", "all_reduce", "reduce_scatter"]
 
 SCRATCH_BLOCKS: Final = 2
 """reduce_scatter's partial sums: one block is received while the one before is sent. With a single one every rank

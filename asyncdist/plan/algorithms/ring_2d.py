@@ -37,7 +37,7 @@ from asyncdist.plan.cost.load import AT_HOME, Hop, Load, Shape, Way, Work, alike
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
 
-__all__ = ["ALGORITHMS", "all_gather", "all_reduce", "reduce_scatter", "row_length"]
+__all__ = ["row_length"]
 
 SETS: Final = 2
 """Columns of partial sums in reduce_scatter: one is received while the one before is sent."""

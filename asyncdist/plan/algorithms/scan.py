@@ -28,7 +28,7 @@ from asyncdist.plan.cost.load import Load, Round, Shape, Work, in_rounds
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
 
-__all__ = ["ALGORITHMS", "exscan_chain", "exscan_doubling", "scan_chain", "scan_doubling"]
+__all__ = []
 
 
 def scan_doubling(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:

@@ -34,18 +34,7 @@ from asyncdist.plan.problem import Problem
 from asyncdist.plan.records import NO_LANE, Takes, by_records, pieces_bytes
 from asyncdist.plan.steps import Buffer, Plan, Slice
 
-__all__ = [
-    "ALGORITHMS",
-    "all_gather",
-    "all_to_all",
-    "all_to_all_uneven",
-    "barrier",
-    "broadcast",
-    "gather",
-    "gather_uneven",
-    "scatter",
-    "scatter_uneven",
-]
+__all__ = []
 
 
 def broadcast(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:

@@ -38,16 +38,7 @@ from asyncdist.plan.problem import Problem
 from asyncdist.plan.records import Takes, by_records
 from asyncdist.plan.steps import Buffer, Plan, Slice
 
-__all__ = [
-    "ALGORITHMS",
-    "Slices",
-    "all_reduce",
-    "all_reduce_direct",
-    "reduce",
-    "reduce_direct",
-    "reduce_scatter",
-    "scan_direct",
-]
+__all__ = ["Slices"]
 
 LOOKAHEAD: Final = 2
 """Chunks of input put out before the first result: while one is reduced here, the next is copied there."""

@@ -15,7 +15,6 @@ from typing import Final
 __all__ = [
     "ASYNCIO",
     "ASYNCIO_LOOPBACK",
-    "ASYNCIO_SHM",
     "ASYNCIO_TCP",
     "BUILT_IN",
     "MPI_LIKE",
@@ -165,11 +164,7 @@ MPI_LIKE: Final = Constants(alpha_s=2e-6, beta_s=1 / 10e9, gamma_s=0.05e-9, over
 """A native library on a fast network."""
 
 NCCL: Final = Constants(
-    alpha_s=1.9e-6,
-    beta_s=1 / 50e9,
-    gamma_s=1 / 300e9,
-    overhead_s=0.0,
-    between=Link(alpha_s=4e-6, beta_s=1 / 25e9),
+    alpha_s=1.9e-6, beta_s=1 / 50e9, gamma_s=1 / 300e9, overhead_s=0.0, between=Link(alpha_s=4e-6, beta_s=1 / 25e9)
 )
 """GPUs: latencies per hop of NCCL's own cost model for its LL128 protocol on a ring (NVLink 1.9 us, network 4 us), and
 the bandwidths of Summit, where the published figures come from: 50 GB/s between two GPUs, 25 GB/s per host. Its model

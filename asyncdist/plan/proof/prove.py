@@ -45,14 +45,11 @@ __all__ = [
     "MAX_STEPS",
     "SINGLE_COPIES",
     "THOROUGH",
-    "Family",
     "Proof",
-    "chunk_length_of",
     "exchange_problems",
     "families",
     "private_problems",
     "prove",
-    "run_roots",
 ]
 
 MAX_STEPS: Final = 2_500_000

@@ -18,19 +18,7 @@ from typing import Any, Final
 
 from asyncdist.plan.chunks import offsets, partition
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, REDUCTIONS, ROOTED, Problem
-from asyncdist.plan.steps import (
-    Buffer,
-    Copy,
-    Fetch,
-    FetchReduce,
-    Plan,
-    Publish,
-    RecvReduce,
-    Reduce,
-    Send,
-    Slice,
-    Step,
-)
+from asyncdist.plan.steps import Buffer, Copy, Fetch, FetchReduce, Plan, Publish, RecvReduce, Reduce, Send, Slice, Step
 
 __all__ = ["Relabelling", "bases_shift", "may_rotate", "rotated_problem"]
 

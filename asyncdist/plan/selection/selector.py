@@ -13,14 +13,7 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import Final
 
-from asyncdist.plan.algorithms.registry import (
-    algorithms,
-    build,
-    familiarity,
-    find,
-    needs_lane,
-    ordered_algorithms,
-)
+from asyncdist.plan.algorithms.registry import algorithms, build, familiarity, find, needs_lane, ordered_algorithms
 from asyncdist.plan.chunks import WINDOW
 from asyncdist.plan.problem import COLLECTIVES, EXCHANGES, Problem
 from asyncdist.plan.records import NO_LANE, USUAL_LANE, LaneMemory

@@ -12,8 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from asyncdist.arrays.device import DeviceArray, any_array, device_array, flat_of, is_contiguous
-from asyncdist.arrays.dlpack import read_capsule
+from asyncdist.arrays.device import DeviceArray, any_array, device_array, flat_of, is_contiguous, read_capsule
 from asyncdist.arrays.host import Flat
 
 

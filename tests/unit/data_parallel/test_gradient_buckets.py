@@ -12,7 +12,7 @@ from group_kit import Group
 from thread_worlds import run_ranks
 
 import asyncdist as dist
-from asyncdist.collectives.arguments.coalesced import adjacent
+from asyncdist.group.methods.coalesced import adjacent
 from asyncdist.testing import run_world
 
 SHAPES = [(3, 4), (4,), (2, 2, 2), (), (0,), (10,)]

@@ -16,7 +16,6 @@ from waiting import eventually
 
 from asyncdist.arrays.reduce_op import ReduceOp
 from asyncdist.collectives.arguments import call as calls
-from asyncdist.collectives.arguments import exchange as call_exchange
 from asyncdist.errors import CollectiveMismatchError, DistBackendError, PeerLostError
 from asyncdist.gpu.ipc import scratch as ipc_scratch
 from asyncdist.gpu.ipc.channel import AHEAD
@@ -180,7 +179,7 @@ def test_pieces_of_different_lengths(runtime: FakeRuntime, path: type[DevicePath
         lengths[1 - rank.rank] = counts[rank.rank]
         into = [rank.array(np.zeros(count, np.float32)) for count in ([7, 9] if rank.rank == 0 else lengths)]
         sent = [rank.array(np.ones(count, np.float32)) for count in (lengths if rank.rank == 0 else [9, 7])]
-        future = rank.start(call_exchange.all_to_all(into, sent, rank.rank, 2))
+        future = rank.start(calls.all_to_all(into, sent, rank.rank, 2))
         if rank.rank == 1:
             assert isinstance(await failure_of(future), CollectiveMismatchError)
             found.append(1)

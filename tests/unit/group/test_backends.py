@@ -42,7 +42,7 @@ def test_backends_have_names_and_can_be_registered() -> None:
                 started.append(call.collective)
                 super().start(call, *arguments)
 
-        from asyncdist.collectives.executor.scratch import ScratchPool
+        from asyncdist.collectives.executor.buffers import ScratchPool
 
         return Counting(mesh, group_id, ranks, rank, loop=asyncio.get_running_loop(), pool=ScratchPool())
 

@@ -11,7 +11,7 @@ import pytest
 from group_kit import Group
 
 import asyncdist as dist
-from asyncdist.group.overlap_warning import TAGS_KEPT, OverlapWatch
+from asyncdist.group.misuse import TAGS_KEPT, OverlapWatch
 from asyncdist.testing import run_world
 
 

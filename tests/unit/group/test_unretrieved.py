@@ -13,7 +13,7 @@ import pytest
 from group_kit import Group, outcome
 
 import asyncdist as dist
-from asyncdist.group.unretrieved import watches
+from asyncdist.group.misuse import watches
 from asyncdist.testing import run_world
 
 

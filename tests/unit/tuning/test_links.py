@@ -10,7 +10,7 @@ import asyncdist as dist
 from asyncdist.plan.cost.constants import Link
 from asyncdist.testing import run_world
 from asyncdist.transport.in_memory import MAX_FLIGHT_BYTES
-from asyncdist.tuning.links import measure_link
+from asyncdist.tuning.measure import measure_link
 
 
 @pytest.mark.parametrize("latency_s", [0.0005, 0.02])

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from turns import Loop
 
-from asyncdist.collectives.executor.buffers import NO_BUFFER, FlatBuffer
+from asyncdist.collectives.executor.buffers import NO_BUFFER, FlatBuffer, ScratchPool
 from asyncdist.collectives.executor.program import Program
 from asyncdist.collectives.executor.runner import BULK_BYTES, Execution
-from asyncdist.collectives.executor.scratch import ScratchPool
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.selection.selector import algorithms, plan_for
 from asyncdist.plan.steps import Buffer, Recv, RecvReduce, Send, Slice

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from asyncdist.collectives.executor.scratch import ALIGNMENT, KEEP_BYTES, ScratchPool
+from asyncdist.collectives.executor.buffers import ALIGNMENT, KEEP_BYTES, ScratchPool
 
 MIB = 1 << 20
 

@@ -13,7 +13,6 @@ from asyncdist.arrays import reduction
 from asyncdist.arrays.device import DeviceArray
 from asyncdist.arrays.reduce_op import PremulSum, ReduceOp
 from asyncdist.collectives.arguments import call as calls
-from asyncdist.collectives.arguments import exchange as call_exchange
 from asyncdist.collectives.arguments.call import Call
 from asyncdist.gpu.ipc.plan import ALIGN_BYTES, CALLERS, Chunk, Combine, Move, Place, chunks, is_small
 
@@ -203,7 +202,7 @@ def test_all_to_all(size: int, count: int) -> None:
     inputs = vectors(size, size * count)
     outputs = [np.zeros(size * count, np.float32) for _ in inputs]
     every = [
-        call_exchange.all_to_all_single(on_device(outputs[rank]), on_device(inputs[rank]), None, None, rank, size)
+        calls.all_to_all_single(on_device(outputs[rank]), on_device(inputs[rank]), None, None, rank, size)
         for rank in range(size)
     ]
     Ranks(every).run()
@@ -218,22 +217,20 @@ def test_uneven_pieces(size: int) -> None:
     into = [[np.zeros(lengths[b, a], np.int64) for b in range(size)] for a in range(size)]
     given = [[on_device(piece) for piece in row] for row in sent]
     taken = [[on_device(piece) for piece in row] for row in into]
-    Ranks([call_exchange.all_to_all(taken[rank], given[rank], rank, size) for rank in range(size)]).run()
+    Ranks([calls.all_to_all(taken[rank], given[rank], rank, size) for rank in range(size)]).run()
     for rank in range(size):
         for other in range(size):
             np.testing.assert_array_equal(into[rank][other], sent[other][rank])
             into[rank][other][...] = 0
     every = [
-        call_exchange.gather_uneven(given[rank][0], taken[0] if rank == 0 else None, 0, rank, size)
-        for rank in range(size)
+        calls.gather_uneven(given[rank][0], taken[0] if rank == 0 else None, 0, rank, size) for rank in range(size)
     ]
     Ranks(every).run()
     for other in range(size):
         np.testing.assert_array_equal(into[0][other], sent[other][0])
         into[other][0][...] = 0
     every = [
-        call_exchange.scatter_uneven(taken[rank][0], given[0] if rank == 0 else None, 0, rank, size)
-        for rank in range(size)
+        calls.scatter_uneven(taken[rank][0], given[0] if rank == 0 else None, 0, rank, size) for rank in range(size)
     ]
     Ranks(every).run()
     for rank in range(size):
@@ -280,7 +277,7 @@ def test_a_part_for_every_reader_fills_its_part_of_a_slot(more: int, count: int)
     nbytes = SLOT_BYTES // 3 // ALIGN_BYTES * ALIGN_BYTES + more
     arrays = [np.zeros(3 * nbytes, np.uint8) for _ in range(6)]
     every = [
-        call_exchange.all_to_all_single(on_device(arrays[rank]), on_device(arrays[rank + 3]), None, None, rank, 3)
+        calls.all_to_all_single(on_device(arrays[rank]), on_device(arrays[rank + 3]), None, None, rank, 3)
         for rank in range(3)
     ]
     assert [len(plan) for plan in Ranks(every).plans] == [count] * 3

@@ -12,7 +12,6 @@ from device_paths_kit import PathRank, run_ranks, values
 
 from asyncdist.arrays.reduce_op import ReduceOp
 from asyncdist.collectives.arguments import call as calls
-from asyncdist.collectives.arguments import exchange as call_exchange
 from asyncdist.errors import PeerLostError, RemoteProtocolError
 from asyncdist.gpu.ipc import scratch as ipc_scratch
 from asyncdist.gpu.ipc.channel import MAX_EARLY
@@ -139,7 +138,7 @@ def test_a_chunk_does_not_overtake_the_one_before_it_in_its_slot() -> None:
                 tell(members, record)
 
             channel.tell = spy
-            rank.start(call_exchange.gather_uneven(rank.array(values(1, 1 << 12)), None, 0, 1, 2))
+            rank.start(calls.gather_uneven(rank.array(values(1, 1 << 12)), None, 0, 1, 2))
             number = channel._last
             fingerprint = channel._operations[number].fingerprint
             for read, expected in ((None, [0, 1]), (1, [0, 1, 3]), (0, [0, 1, 3, 2]), (2, [0, 1, 3, 2, 4])):

@@ -11,8 +11,7 @@ from asyncdist.plan.algorithms.registry import ALGORITHMS, EVERY, build
 from asyncdist.plan.cost.constants import ASYNCIO_TCP, MPI_LIKE, NCCL
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, PRIVATE_COLLECTIVES, Problem
 from asyncdist.plan.simulation.events import Hosts, feeds_of, run
-from asyncdist.plan.simulation.shortcuts import grow
-from asyncdist.plan.simulation.simulate import EXACT_WORLD, Method, Sweep, simulate, simulated_collectives
+from asyncdist.plan.simulation.simulate import EXACT_WORLD, Method, Sweep, grow, simulate, simulated_collectives
 
 CHUNK = 32768
 BASE = 128

@@ -1,9 +1,9 @@
-"""Calls of torch 1.x's multi-device collectives: every rank has several arrays, one per device.
+"""Torch 1.x's multi-device collectives: every rank has several arrays, one per device.
 
 All arrays have one shape and dtype; every rank has as many. What a rank's host arrays contribute is reduced or packed
-here first, one operation of the group does the rest, and results are copied to all the places they belong. GPU arrays,
-each on a GPU of its own, are a rank's shares in one collective of all GPUs of all ranks; in it rank r's array j of n is
-number r * n + j.
+first; one operation of the group does the rest; results are copied to all the places they belong. GPU arrays, each on a
+GPU of its own, are a rank's shares in one collective of all GPUs of all ranks: in it, rank r's array j of n is number
+r * n + j.
 """
 
 from __future__ import annotations
@@ -14,19 +14,94 @@ from typing import Any
 from asyncdist.arrays import reduction
 from asyncdist.arrays.device import device_of
 from asyncdist.arrays.host import Array, Flat
-from asyncdist.arrays.reduce_op import ReduceOpLike
+from asyncdist.arrays.reduce_op import ReduceOp, ReduceOpLike
 from asyncdist.collectives.arguments import call
-from asyncdist.collectives.arguments.call import NO_BLOCKS, Call, arrays_of, multi_device, place_of
-from asyncdist.collectives.arguments.coalesced import Packed, arrays_like, flats_of, packed, room_for, same_dtype_arrays
+from asyncdist.collectives.arguments.call import NO_BLOCKS, Call, arrays_of, flats_of, lists_of, multi_device, place_of
+from asyncdist.concurrency.deadline import INHERIT, Timeout
 from asyncdist.concurrency.integers import as_int
+from asyncdist.group.methods.coalesced import Packed, arrays_like, packed, room_for, same_dtype_arrays
+from asyncdist.group.methods.issuer import Issuer
+from asyncdist.work import Work
 
-__all__ = [
-    "all_gather_multigpu",
-    "all_reduce_multigpu",
-    "broadcast_multigpu",
-    "reduce_multigpu",
-    "reduce_scatter_multigpu",
-]
+__all__ = ["MultiDevice"]
+
+
+class MultiDevice(Issuer):
+    """Collectives of several arrays a rank.
+
+    Every rank has several arrays, all of one shape and dtype, as many on every rank; on GPUs, one array on each. What
+    is reduced is reduced over all arrays of all ranks; `ReduceOp.AVG` divides by their number.
+    """
+
+    def all_reduce_multigpu(
+        self, tensor_list: Sequence[Any], op: ReduceOpLike = ReduceOp.SUM, *, tag: int = 0, timeout: Timeout = INHERIT
+    ) -> Work[Any]:
+        """Reduce all arrays of all ranks, in place in each of them. The result is `tensor_list`."""
+        return self._collective("all_reduce_multigpu", tag, timeout, all_reduce_multigpu, tensor_list, op)
+
+    def broadcast_multigpu(
+        self, tensor_list: Sequence[Any], root: int, src_tensor: int = 0, *, tag: int = 0, timeout: Timeout = INHERIT
+    ) -> Work[Any]:
+        """Copy the root's `tensor_list[src_tensor]` into all other arrays of all ranks. The result is `tensor_list`."""
+        operation = "broadcast_multigpu"
+        root = self._root(operation, root, tag)
+        return self._collective(operation, tag, timeout, broadcast_multigpu, tensor_list, root, src_tensor, self.rank)
+
+    def reduce_multigpu(
+        self,
+        tensor_list: Sequence[Any],
+        root: int,
+        op: ReduceOpLike = ReduceOp.SUM,
+        dst_tensor: int = 0,
+        *,
+        tag: int = 0,
+        timeout: Timeout = INHERIT,
+    ) -> Work[Any]:
+        """Reduce all arrays of all ranks into the root's `tensor_list[dst_tensor]`; all others stay as they are."""
+        operation = "reduce_multigpu"
+        root = self._root(operation, root, tag)
+        return self._collective(operation, tag, timeout, reduce_multigpu, tensor_list, root, dst_tensor, op, self.rank)
+
+    def all_gather_multigpu(
+        self,
+        output_tensor_lists: Sequence[Sequence[Any]],
+        input_tensor_list: Sequence[Any],
+        *,
+        tag: int = 0,
+        timeout: Timeout = INHERIT,
+    ) -> Work[Any]:
+        """Fill each list of `output_tensor_lists`, one per array of this rank, with all arrays of all ranks.
+
+        With n arrays on every rank, `output_tensor_lists[i][r * n + j]` becomes rank r's `input_tensor_list[j]`.
+        """
+        return self._collective(
+            "all_gather_multigpu", tag, timeout, all_gather_multigpu, output_tensor_lists, input_tensor_list, self.size
+        )
+
+    def reduce_scatter_multigpu(
+        self,
+        output_tensor_list: Sequence[Any],
+        input_tensor_lists: Sequence[Sequence[Any]],
+        op: ReduceOpLike = ReduceOp.SUM,
+        *,
+        tag: int = 0,
+        timeout: Timeout = INHERIT,
+    ) -> Work[Any]:
+        """Reduce the lists of `input_tensor_lists`, one per array of this rank, over all of them and all ranks.
+
+        With n arrays on every rank, rank r's `output_tensor_list[j]` becomes the reduction of all ranks'
+        `input_tensor_lists[i][r * n + j]` over every i.
+        """
+        return self._collective(
+            "reduce_scatter_multigpu",
+            tag,
+            timeout,
+            reduce_scatter_multigpu,
+            output_tensor_list,
+            input_tensor_lists,
+            op,
+            self.size,
+        )
 
 
 def all_reduce_multigpu(tensor_list: object, op: ReduceOpLike) -> Call:
@@ -152,12 +227,8 @@ def _same_arrays(values: object, name: str) -> list[Array]:
 
 def _rows(values: object, name: str, like: Sequence[Array], count: int, size: int) -> list[list[Array]]:
     """`count` lists of `size` times `count` arrays, those of each like that of `like` at its place."""
-    if not isinstance(values, list | tuple):
-        raise TypeError(f"{name} must be a list of lists of arrays, not {type(values).__name__}")
-    if len(values) != count:
-        raise ValueError(f"{name} must hold one list per array of this rank: {count}, but holds {len(values)}")
     rows = []
-    for index, row in enumerate(values):
+    for index, row in enumerate(lists_of(values, name, count, "array of this rank")):
         row_name = f"{name}[{index}]"
         if len(arrays_of(row, row_name, None)) != size * count:
             raise ValueError(f"{row_name} must hold {size} ranks' {count} arrays, but holds {len(row)}")
