@@ -95,8 +95,7 @@ def broadcast_coalesced(
     Issued at the call, in call order; returns a `Work` at once. `await work` gives the result or raises; cancelling a
     waiter ends only its waiting.
     """
-    found = resolve(group)
-    root = root_of(found, "broadcast_coalesced", tag, src, group_src, "src")
+    found, root = root_of(group, "broadcast_coalesced", tag, src, group_src, "src")
     return found.broadcast_coalesced(tensors, root, tag=tag, timeout=timeout)
 
 
@@ -274,8 +273,7 @@ def broadcast_multigpu(
     Issued at the call, in call order; returns a `Work` at once. `await work` gives the result or raises; cancelling a
     waiter ends only its waiting.
     """
-    found = resolve(group)
-    root = root_of(found, "broadcast_multigpu", tag, src, group_src, "src")
+    found, root = root_of(group, "broadcast_multigpu", tag, src, group_src, "src")
     return found.broadcast_multigpu(tensor_list, root, src_tensor, tag=tag, timeout=timeout)
 
 
@@ -313,8 +311,7 @@ def reduce_multigpu(
     Issued at the call, in call order; returns a `Work` at once. `await work` gives the result or raises; cancelling a
     waiter ends only its waiting.
     """
-    found = resolve(group)
-    root = root_of(found, "reduce_multigpu", tag, dst, group_dst, "dst")
+    found, root = root_of(group, "reduce_multigpu", tag, dst, group_dst, "dst")
     return found.reduce_multigpu(tensor_list, root, op, dst_tensor, tag=tag, timeout=timeout)
 
 

@@ -90,8 +90,7 @@ def broadcast(
     Issued at the call, in call order; returns a `Work` at once. `await work` gives the result or raises; cancelling a
     waiter ends only its waiting.
     """
-    found = resolve(group)
-    root = root_of(found, "broadcast", tag, src, group_src, "src")
+    found, root = root_of(group, "broadcast", tag, src, group_src, "src")
     return found.broadcast(tensor, root, tag=tag, timeout=timeout)
 
 
@@ -127,8 +126,7 @@ def reduce(
     Issued at the call, in call order; returns a `Work` at once. `await work` gives the result or raises; cancelling a
     waiter ends only its waiting.
     """
-    found = resolve(group)
-    root = root_of(found, "reduce", tag, dst, group_dst, "dst")
+    found, root = root_of(group, "reduce", tag, dst, group_dst, "dst")
     return found.reduce(tensor, root, op, tag=tag, timeout=timeout)
 
 
@@ -219,8 +217,7 @@ def gather(
     Issued at the call, in call order; returns a `Work` at once. `await work` gives the result or raises; cancelling a
     waiter ends only its waiting.
     """
-    found = resolve(group)
-    root = root_of(found, "gather", tag, dst, group_dst, "dst", default=0)
+    found, root = root_of(group, "gather", tag, dst, group_dst, "dst", default=0)
     return found.gather(tensor, gather_list, root, uneven=uneven, tag=tag, timeout=timeout)
 
 
@@ -259,8 +256,7 @@ def scatter(
     Issued at the call, in call order; returns a `Work` at once. `await work` gives the result or raises; cancelling a
     waiter ends only its waiting.
     """
-    found = resolve(group)
-    root = root_of(found, "scatter", tag, src, group_src, "src", default=0)
+    found, root = root_of(group, "scatter", tag, src, group_src, "src", default=0)
     return found.scatter(tensor, scatter_list, root, uneven=uneven, tag=tag, timeout=timeout)
 
 
@@ -533,8 +529,7 @@ def broadcast_stream(
     reduction or root. CollectiveTimeoutError (`.missing`: ranks that did not come) and PeerLostError (`.rank`) end the
     group on all ranks: later calls raise GroupAbortedError.
     """
-    found = resolve(group)
-    root = root_of(found, "broadcast_stream", tag, src, group_src, "src")
+    found, root = root_of(group, "broadcast_stream", tag, src, group_src, "src")
     return found.broadcast_stream(tensor, root, chunk_bytes=chunk_bytes, tag=tag, timeout=timeout, in_global_ranks=True)
 
 

@@ -97,8 +97,7 @@ def gather_object(
     Issued at the call, in call order; returns a `Work` at once. `await work` gives the result or raises; cancelling a
     waiter ends only its waiting.
     """
-    found = resolve(group)
-    root = root_of(found, "gather_object", tag, dst, group_dst, "dst", default=0)
+    found, root = root_of(group, "gather_object", tag, dst, group_dst, "dst", default=0)
     return found.gather_object(obj, object_gather_list, root, max_bytes=max_bytes, tag=tag, timeout=timeout)
 
 
@@ -141,8 +140,7 @@ def broadcast_object_list(
     waiter ends only its waiting.
     """
     del device  # objects travel through host memory
-    found = resolve(group)
-    root = root_of(found, "broadcast_object_list", tag, src, group_src, "src", default=0)
+    found, root = root_of(group, "broadcast_object_list", tag, src, group_src, "src", default=0)
     return found.broadcast_object_list(object_list, root, max_bytes=max_bytes, tag=tag, timeout=timeout)
 
 
@@ -185,8 +183,7 @@ def scatter_object_list(
     Issued at the call, in call order; returns a `Work` at once. `await work` gives the result or raises; cancelling a
     waiter ends only its waiting.
     """
-    found = resolve(group)
-    root = root_of(found, "scatter_object_list", tag, src, group_src, "src", default=0)
+    found, root = root_of(group, "scatter_object_list", tag, src, group_src, "src", default=0)
     return found.scatter_object_list(
         scatter_object_output_list, scatter_object_input_list, root, max_bytes=max_bytes, tag=tag, timeout=timeout
     )
@@ -351,8 +348,7 @@ def gather_array(
     Issued at the call, in call order; returns a `Work` at once. `await work` gives the result or raises; cancelling a
     waiter ends only its waiting.
     """
-    found = resolve(group)
-    root = root_of(found, "gather_array", tag, dst, group_dst, "dst", default=0)
+    found, root = root_of(group, "gather_array", tag, dst, group_dst, "dst", default=0)
     return found.gather_array(
         array, root, max_bytes=max_bytes, max_total_bytes=max_total_bytes, tag=tag, timeout=timeout
     )
@@ -395,8 +391,7 @@ def broadcast_array(
     Issued at the call, in call order; returns a `Work` at once. `await work` gives the result or raises; cancelling a
     waiter ends only its waiting.
     """
-    found = resolve(group)
-    root = root_of(found, "broadcast_array", tag, src, group_src, "src", default=0)
+    found, root = root_of(group, "broadcast_array", tag, src, group_src, "src", default=0)
     return found.broadcast_array(array, root, max_bytes=max_bytes, tag=tag, timeout=timeout)
 
 
@@ -436,8 +431,7 @@ def scatter_array(
     Issued at the call, in call order; returns a `Work` at once. `await work` gives the result or raises; cancelling a
     waiter ends only its waiting.
     """
-    found = resolve(group)
-    root = root_of(found, "scatter_array", tag, src, group_src, "src", default=0)
+    found, root = root_of(group, "scatter_array", tag, src, group_src, "src", default=0)
     return found.scatter_array(
         arrays, root, max_bytes=max_bytes, max_total_bytes=max_total_bytes, tag=tag, timeout=timeout
     )

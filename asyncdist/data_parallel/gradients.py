@@ -90,9 +90,8 @@ def broadcast_parameters(
     Raises TypeError and ValueError, before anything is sent, for no or unsuitable arrays; the other ranks raise
     CollectiveMismatchError then. Cancelling a waiter ends only its waiting.
     """
-    found = resolve(group)
     operation = "broadcast_parameters"
-    root = root_of(found, operation, tag, src, group_src, "src", default=0)
+    found, root = root_of(group, operation, tag, src, group_src, "src", default=0)
 
     def issue(bucket: list[Array]) -> Work[Any]:
         return found._collective(operation, tag, timeout, coalesced.broadcast_coalesced, bucket, root, found.rank)

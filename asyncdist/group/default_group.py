@@ -133,22 +133,24 @@ def required_peer(group: ProcessGroup, rank: int | None, group_rank: int | None,
 
 
 def root_of(
-    group: ProcessGroup,
+    group: Group,
     operation: str,
     tag: int,
     rank: int | None,
     group_rank: int | None,
     name: str,
     default: int | None = None,
-) -> int:
-    """Return the group rank of a collective's root; the other ranks hear of a wrong one.
+) -> tuple[ProcessGroup, int]:
+    """Return the group that a rooted collective acts on, and the root's rank in it.
 
-    Where neither is given it is `default`, or else ValueError.
+    Without `rank` and `group_rank` the root is `default`; without `default` that is a ValueError. The other ranks hear
+    of a root that is wrong.
     """
+    found = resolve(group)
     try:
         if default is not None and rank is None and group_rank is None:
-            return default
-        return group._group_rank[required_peer(group, rank, group_rank, name)]
+            return found, default
+        return found, found._group_rank[required_peer(found, rank, group_rank, name)]
     except (TypeError, ValueError) as error:
-        group.refuse(operation, check_tag(tag), error)
+        found.refuse(operation, check_tag(tag), error)
         raise

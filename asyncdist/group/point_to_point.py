@@ -158,10 +158,7 @@ class Pairs:
         self, peer: int | None, tag: int, max_bytes: int, timeout: Timeout, *, number: Number | None = None
     ) -> RecvArrayWork:
         """Issue a receive of an array not known beforehand."""
-        self._check("recv_array")
-        timeout_s = timeout_seconds(timeout, None)
-        if max_bytes < 0:
-            raise ValueError(f"max_bytes must not be negative, got {max_bytes}")
+        timeout_s = self._check_bounded("recv_array", max_bytes, timeout)
         source = ANY_SOURCE if peer is None else peer
         work = RecvArrayWork(self._loop, self._key(tag), self, source, number, max_bytes)
         self._post(work, timeout_s)
@@ -178,10 +175,7 @@ class Pairs:
         number: Number | None = None,
     ) -> RecvObjectsWork:
         """Issue a receive of as many objects as there are `places`."""
-        self._check("recv_object_list")
-        timeout_s = timeout_seconds(timeout, None)
-        if max_bytes < 0:
-            raise ValueError(f"max_bytes must not be negative, got {max_bytes}")
+        timeout_s = self._check_bounded("recv_object_list", max_bytes, timeout)
         source = ANY_SOURCE if peer is None else peer
         key = self._key(tag)
         work = RecvObjectsWork(self._loop, places, self._allow_pickle, key, self, source, number, max_bytes)
@@ -309,6 +303,14 @@ class Pairs:
         self._owner.check_usable(operation)
         if self._aborted is not None:
             raise self._owner.aborted_error(operation, self._aborted)
+
+    def _check_bounded(self, operation: str, max_bytes: int, timeout: Timeout) -> float | None:
+        """Check what a receive of anything up to `max_bytes` is given; return its time-out."""
+        self._check(operation)
+        timeout_s = timeout_seconds(timeout, None)
+        if max_bytes < 0:
+            raise ValueError(f"max_bytes must not be negative, got {max_bytes}")
+        return timeout_s
 
     def _post_send(self, work: SendWork, timeout_s: float | None) -> SendWork:
         try:

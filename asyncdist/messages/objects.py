@@ -11,7 +11,7 @@ import numpy as np
 from asyncdist.arrays.host import human_bytes
 from asyncdist.arrays.objects import GPU_META, OBJECT_META, encode
 from asyncdist.collectives.arguments.items import decode_object
-from asyncdist.errors import CollectiveMismatchError, RemoteProtocolError
+from asyncdist.errors import RemoteProtocolError
 from asyncdist.messages.work import NOTHING, PairWork, PairWorkOwner, RecvWork, SendWork
 from asyncdist.transport.protocol.operations import Receive, SendOp
 
@@ -73,9 +73,7 @@ class RecvObjectsWork(RecvWork):
         elif nbytes > self._max_bytes:
             what = f"objects of {human_bytes(nbytes)}, above max_bytes={human_bytes(self._max_bytes)}"
         if what:
-            raise CollectiveMismatchError(
-                f"{self.where}: rank {source} sent {what}; the message is dropped, the pair stays usable", source
-            )
+            raise self._dropped(source, what)
         self._octets = np.empty(nbytes, np.uint8).data
         return self._octets
 
@@ -88,11 +86,7 @@ class RecvObjectsWork(RecvWork):
             values = decode_object(self._octets, receive.source, self._allow_pickle)
             if type(values) is not list or len(values) != len(self._places):
                 count = f"{len(values)} objects" if type(values) is list else "something else than a list"
-                raise CollectiveMismatchError(
-                    f"{self.where}: rank {receive.source} sent {count}, but object_list has {len(self._places)} "
-                    "places; the message is dropped, the pair stays usable",
-                    receive.source,
-                )
+                raise self._dropped(receive.source, f"{count}, but object_list has {len(self._places)} places")
         except RemoteProtocolError as error:
             self._fail(RemoteProtocolError(f"{self.where}: {error}"))
         except Exception as error:  # another number of objects; or memory is short

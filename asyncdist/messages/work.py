@@ -243,11 +243,8 @@ class RecvWork(PairWork):
         dtype, shape = self._described(source, meta, nbytes)
         array = self._array
         if dtype != array.dtype or nbytes > array.nbytes:
-            raise CollectiveMismatchError(
-                f"{self.where}: rank {source} sent {describe(dtype, shape)}, but the receive buffer is "
-                f"{describe(array.dtype, array.shape)}; the message is dropped, the pair stays usable",
-                source,
-            )
+            buffer = describe(array.dtype, array.shape)
+            raise self._dropped(source, f"{describe(dtype, shape)}, but the receive buffer is {buffer}")
         return self._octets[:nbytes]
 
     def message_failed(self, token: object, error: BaseException) -> None:
@@ -256,23 +253,20 @@ class RecvWork(PairWork):
             self._retrieved = True  # had this rank closed first, nothing would be said of it either
         super().message_failed(token, error)
 
+    def _dropped(self, source: int, what: str) -> CollectiveMismatchError:
+        """The error of a message that does not fit this receive."""
+        text = f"{self.where}: rank {source} sent {what}; the message is dropped, the pair stays usable"
+        return CollectiveMismatchError(text, source)
+
     def _described(self, source: int, meta: bytes, nbytes: int) -> tuple[np.dtype[Any], tuple[int, ...]]:
         try:
             dtype, shape = decode_meta(meta)
         except ValueError as error:
             if meta.startswith(GPU_META):
                 self._owner.refuse_gpu_array(source, meta)
-                raise CollectiveMismatchError(
-                    f"{self.where}: rank {source} sent an array on a GPU, but it is received on the host; the message "
-                    "is dropped, the pair stays usable",
-                    source,
-                ) from None
+                raise self._dropped(source, "an array on a GPU, but it is received on the host") from None
             if meta == OBJECT_META:
-                raise CollectiveMismatchError(
-                    f"{self.where}: rank {source} sent objects, which recv_object_list receives; the message is "
-                    "dropped, the pair stays usable",
-                    source,
-                ) from None
+                raise self._dropped(source, "objects, which recv_object_list receives") from None
             raise CollectiveMismatchError(f"{self.where}: rank {source} sent a message with {error}", source) from error
         elements = 1
         for extent in shape:
@@ -380,11 +374,8 @@ class RecvArrayWork(RecvWork):
         """Allocate the array the message describes."""
         dtype, shape = self._described(source, meta, nbytes)
         if nbytes > self._max_bytes:
-            raise CollectiveMismatchError(
-                f"{self.where}: rank {source} sent {describe(dtype, shape)}, {human_bytes(nbytes)}, above max_bytes="
-                f"{human_bytes(self._max_bytes)}; the message is dropped, the pair stays usable",
-                source,
-            )
+            size = f"{human_bytes(nbytes)}, above max_bytes={human_bytes(self._max_bytes)}"
+            raise self._dropped(source, f"{describe(dtype, shape)}, {size}")
         try:
             self._array = np.empty(shape, dtype)
         except ValueError as error:  # without elements, but with extents no array has

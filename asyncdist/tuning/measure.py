@@ -15,9 +15,9 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from asyncdist.collectives.executor.buffers import FlatBuffer
+from asyncdist.collectives.executor.buffers import NO_BUFFER, FlatBuffer
 from asyncdist.collectives.executor.program import Program
-from asyncdist.collectives.executor.runner import Execution
+from asyncdist.collectives.executor.runner import Execution, Resources
 from asyncdist.group.process_group import ProcessGroup
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.cost.constants import Link
@@ -235,16 +235,9 @@ class Probe(Execution):
         world = group.world
         self._done: asyncio.Future[None] = world.loop.create_future()
         peers = [None if rank == group.rank else world.mesh.peer(group.ranks[rank]) for rank in range(PROBE_WORLD)]
+        resources = Resources(world.loop, peers, world.pool)
         super().__init__(
-            world.loop,
-            program,
-            (source, target, FlatBuffer(np.empty(0, np.uint8))),
-            peers,
-            key_prefix(group.group_id, PROBE_TAG, number),
-            0,
-            1,
-            None,
-            world.pool,
+            resources, program, (source, target, NO_BUFFER), key_prefix(group.group_id, PROBE_TAG, number), 0
         )
 
     def ended(self, error: BaseException | None) -> None:

@@ -12,7 +12,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from asyncdist.arrays.host import Array
 from asyncdist.arrays.reduction import Kernel
@@ -37,6 +37,7 @@ __all__ = [
     "DifferentOperation",
     "Execution",
     "Publisher",
+    "Resources",
     "another_length",
     "different",
     "mismatch",
@@ -68,10 +69,18 @@ class Publisher(Protocol):
         """Members that keep us from publishing, or from ending."""
 
 
+class Resources(NamedTuple):
+    """What all executions of a group share. `peers` are its connections, by group rank."""
+
+    loop: asyncio.AbstractEventLoop
+    peers: Sequence[PeerCore | None]
+    pool: ScratchPool
+
+
 class Execution:
     """One rank's program on bound buffers.
 
-    `peers` maps group ranks to connections. `ended(error)`, for subclasses to say, is called exactly once: None when
+    `ended(error)`, for subclasses to say, is called exactly once: None when
     every step is done, or the first failure, after which the operation's messages must be dropped and `stop` called.
     """
 
@@ -98,26 +107,22 @@ class Execution:
 
     def __init__(
         self,
-        loop: asyncio.AbstractEventLoop,
+        resources: Resources,
         program: Program,
         buffers: Sequence[Bound],
-        peers: Sequence[PeerCore | None],
         prefix: bytes,
         fingerprint: int,
-        itemsize: int,
-        kernel: Kernel | None,
-        pool: ScratchPool,
+        itemsize: int = 1,
+        kernel: Kernel | None = None,
     ) -> None:
-        self._loop = loop
+        self._loop, self._peers, self.pool = resources
         self._program = program
         self.buffers = buffers
-        self._peers = peers
         self._prefix = prefix
         self._fingerprint = fingerprint
         self.itemsize = itemsize
         self._not_bulk = BULK_BYTES // itemsize
         self.kernel = kernel
-        self.pool = pool
         self._pending = program.pending.copy()
         self.remaining = len(program.pending)
         """Steps that are not done, and whatever else must come before the end (`hold`)."""

@@ -13,6 +13,7 @@ from asyncdist.collectives.arguments.items import ItemCall
 from asyncdist.collectives.arguments.stream import StreamCall
 from asyncdist.collectives.backend import CollectiveWork, GroupBackend, OnEnd, WorkKey
 from asyncdist.collectives.executor.buffers import ScratchPool
+from asyncdist.collectives.executor.runner import Resources
 from asyncdist.collectives.host.item_operation import ItemOperation
 from asyncdist.collectives.host.operation import Operation, Recipe
 from asyncdist.collectives.host.stream_operation import StreamOperation
@@ -90,6 +91,7 @@ class HostBackend(GroupBackend):
         self.loop = loop
         self.pool = pool
         self.peers: list[PeerCore | None] = [None] * len(ranks)
+        self.resources = Resources(loop, self.peers, pool)
         """Connections by group rank, of the ranks that some program has named."""
         self._mesh = mesh
         self._tuning = tuning

@@ -49,17 +49,8 @@ class ItemOperation(Execution):
         outputs: list[Item | None] = [None] * (1 if call.collective in ("broadcast", "scatter") else call.terms.size)
         if in_place and call.contributed:
             outputs = list(call.contributed)
-        super().__init__(
-            backend.loop,
-            recipe.program,
-            (NO_BUFFER, NO_BUFFER, NO_BUFFER),
-            backend.peers,
-            key_prefix(backend.group_id, work.tag, work.number),
-            recipe.fingerprint,
-            1,
-            None,
-            backend.pool,
-        )
+        prefix = key_prefix(backend.group_id, work.tag, work.number)
+        super().__init__(backend.resources, recipe.program, (NO_BUFFER,) * 3, prefix, recipe.fingerprint)
         self._arriving: dict[int, memoryview] = {}
         inputs: list[Item | None] = [] if in_place else list(call.contributed)
         passed_on: list[Item | None] = [None] * recipe.plan.scratch_count

@@ -78,15 +78,13 @@ class Operation(Execution):
             self._bind_scratch(call.dtype, plan.scratch_count) if plan.scratch_count else NO_BUFFER,
         )
         super().__init__(
-            backend.loop,
+            backend.resources,
             recipe.program,
             buffers,
-            backend.peers,
             key_prefix(backend.group_id, work.tag, work.number),
             recipe.fingerprint,
             call.dtype.itemsize,
             recipe.kernel,
-            backend.pool,
         )
 
     def share(self, steps: Publisher) -> None:

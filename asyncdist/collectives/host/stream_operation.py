@@ -167,17 +167,8 @@ class _Chunk(Execution):
         if program.plan.scratch_count:
             self._scratch = backend.pool.take(program.plan.scratch_count * call.dtype.itemsize)
             staging = FlatBuffer(self._scratch.view(call.dtype))
-        super().__init__(
-            backend.loop,
-            program,
-            (source, target, staging),
-            backend.peers,
-            owner.prefix,
-            owner.recipe.fingerprint,
-            call.dtype.itemsize,
-            None,
-            backend.pool,
-        )
+        buffers, fingerprint = (source, target, staging), owner.recipe.fingerprint
+        super().__init__(backend.resources, program, buffers, owner.prefix, fingerprint, call.dtype.itemsize)
 
     def ended(self, error: BaseException | None) -> None:
         """Every step is done, or one has failed."""

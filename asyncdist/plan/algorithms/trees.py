@@ -54,7 +54,7 @@ NO_PARENT: Final = -1
 class Node(NamedTuple):
     """A rank's place in a tree. `lower` and `upper` are the children, left and right of it in the tree's order.
 
-    `inside` are those of its own host, where it speaks for that to others (`binary_trees`): right of it, left of `upper`.
+    `inside` are those of its own host, where it speaks for that host (`binary_trees`): right of it, left of `upper`.
     """
 
     parent: int = NO_PARENT

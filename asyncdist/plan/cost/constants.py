@@ -102,11 +102,10 @@ class Constants:
     has begun it too. Whatever the algorithm, it cannot end before all have begun."""
 
     def __post_init__(self) -> None:
-        values = [self.alpha_s, self.beta_s, self.gamma_s, self.overhead_s, self.copy_s, float(self.cores)]
-        values += [self.turn_s]
+        values = [self.alpha_s, self.beta_s, self.gamma_s, self.overhead_s, self.copy_s, float(self.cores), self.turn_s]
         values += [self.between.alpha_s, self.between.beta_s] if self.between else []
-        values += [self.shared.wake_s, self.shared.step_s, self.shared.operand_s]
-        values += [self.shared.copy_s, self.shared.reduce_s, self.shared.begin_s]
+        shared = self.shared
+        values += [shared.wake_s, shared.step_s, shared.operand_s, shared.copy_s, shared.reduce_s, shared.begin_s]
         if not all(value >= 0 for value in values):  # written so that NaN is refused as well
             raise ValueError(f"constants must not be negative: {self}")
 

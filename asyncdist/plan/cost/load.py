@@ -161,12 +161,7 @@ class Work(NamedTuple):
 
     def plus(self, other: Work, times: float = 1) -> Work:
         """Return the sum of this and `times` times `other`."""
-        return Work(
-            self.messages + times * other.messages,
-            self.sent + times * other.sent,
-            self.received + times * other.received,
-            self.worked + times * other.worked,
-        )
+        return Work(*(own + times * its for own, its in zip(self, other, strict=True)))
 
 
 NO_WORK: Final = Work(0, 0, 0)
@@ -281,14 +276,7 @@ class SharedWork(NamedTuple):
 
     def plus(self, other: SharedWork, times: float = 1) -> SharedWork:
         """Return the sum of this and `times` times `other`."""
-        return SharedWork(
-            self.steps + times * other.steps,
-            self.copied + times * other.copied,
-            self.worked + times * other.worked,
-            self.operands + times * other.operands,
-            self.lent + times * other.lent,
-            self.local + times * other.local,
-        )
+        return SharedWork(*(own + times * its for own, its in zip(self, other, strict=True)))
 
     def seconds(self, constants: Constants, slowness: float = 1.0, *, single_copy: bool = False) -> float:
         """Return what one processor takes; `slowness` is as `slowness_of` says."""

@@ -10,7 +10,7 @@ from turns import Loop
 
 from asyncdist.collectives.executor.buffers import NO_BUFFER, FlatBuffer, ScratchPool
 from asyncdist.collectives.executor.program import Program
-from asyncdist.collectives.executor.runner import BULK_BYTES, Execution
+from asyncdist.collectives.executor.runner import BULK_BYTES, Execution, Resources
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.selection.selector import algorithms, plan_for
 from asyncdist.plan.steps import Buffer, Recv, RecvReduce, Send, Slice
@@ -53,7 +53,7 @@ class Several(Execution):
         program = Program(builder.build())
         if times > 1:
             program = program.renumbered(times, 0)
-        super().__init__(loop, program, buffers, peers, b"", 0, itemsize, None, ScratchPool())
+        super().__init__(Resources(loop, peers, ScratchPool()), program, buffers, b"", 0, itemsize)
 
 
 @pytest.mark.parametrize("itemsize", [1, 8])

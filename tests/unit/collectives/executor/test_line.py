@@ -10,7 +10,7 @@ from turns import Loop
 
 from asyncdist.collectives.executor.buffers import NO_BUFFER, FlatBuffer, ScratchPool
 from asyncdist.collectives.executor.program import Program
-from asyncdist.collectives.executor.runner import SLICE_BYTES, Execution
+from asyncdist.collectives.executor.runner import SLICE_BYTES, Execution, Resources
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.steps import Buffer, Slice
 
@@ -36,7 +36,7 @@ class Steps(Execution):
         self.fails_at = fails_at
         buffers = (FlatBuffer(np.ones(count * nbytes, np.uint8)), FlatBuffer(self.target), NO_BUFFER)
         loop: Any = self.loop
-        super().__init__(loop, Program(builder.build()), buffers, [], b"", 0, 1, None, ScratchPool())
+        super().__init__(Resources(loop, [], ScratchPool()), Program(builder.build()), buffers, b"", 0)
 
     def _apply(self, kind: int, source: Any, target: Any, left: bool) -> None:
         if self.applied == self.fails_at:

@@ -10,7 +10,7 @@ from turns import Loop
 
 from asyncdist.collectives.executor.buffers import NO_BUFFER, FlatBuffer, ScratchPool
 from asyncdist.collectives.executor.program import Program
-from asyncdist.collectives.executor.runner import START_STEPS, Execution
+from asyncdist.collectives.executor.runner import START_STEPS, Execution, Resources
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.steps import Buffer, Slice
 from asyncdist.transport.protocol.frame import EARLY_PULL_BYTES
@@ -31,7 +31,7 @@ class Copies(Execution):
         self.ends: list[BaseException | None] = []
         buffers = (FlatBuffer(source), FlatBuffer(self.target), NO_BUFFER)
         loop: Any = self.loop
-        super().__init__(loop, Program(builder.build()), buffers, [], b"", 0, 8, None, ScratchPool())
+        super().__init__(Resources(loop, [], ScratchPool()), Program(builder.build()), buffers, b"", 0, 8)
 
     def ended(self, error: BaseException | None) -> None:
         self.ends.append(error)
@@ -90,7 +90,7 @@ class Exchange(Execution):
         loop: Any = Loop()
         peers: Any = [None, self.connection]
         buffers = (FlatBuffer(array), FlatBuffer(array.copy()), NO_BUFFER)
-        super().__init__(loop, Program(builder.build()), buffers, peers, b"", 0, itemsize, None, ScratchPool())
+        super().__init__(Resources(loop, peers, ScratchPool()), Program(builder.build()), buffers, b"", 0, itemsize)
 
 
 @pytest.mark.parametrize("itemsize", [1, 8])
