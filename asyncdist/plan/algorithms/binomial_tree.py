@@ -79,46 +79,75 @@ def reduce(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
 
 def gather(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Collect subtrees' blocks up the tree."""
-    rank, world, root = builder.rank, problem.world, problem.root
-    position = (rank - root) % world
-    own = Slice(Buffer.INPUT, 0, problem.counts[rank])
-    children = _children(position, world)
-    if position and not children:
-        builder.send((_parent(position) + root) % world, own)
-        return builder.build(block_aligned=False)
-    starts = offsets(problem.counts)
-    staging = builder.scratch(_subtree_length(problem, position)) if position else None
-    for child in children:
-        for piece in _pieces(problem, starts, position, child, staging, Buffer.OUTPUT):
-            builder.recv((child + root) % world, piece)
-    for piece in _pieces(problem, starts, position, position, staging, Buffer.OUTPUT, alone=True):
+    own = Slice(Buffer.INPUT, 0, problem.counts[builder.rank])
+    tree = _Blocks(builder, problem, Buffer.OUTPUT)
+    if tree.position and not tree.children:
+        builder.send(tree.parent, own)
+        return builder.build()
+    for child in tree.children:
+        for piece in tree.pieces(child):
+            builder.recv(tree.rank(child), piece)
+    for piece in tree.pieces(tree.position, alone=True):
         builder.copy(own, piece)
-    if position:
-        for piece in _pieces(problem, starts, position, position, staging, Buffer.OUTPUT):
-            builder.send((_parent(position) + root) % world, piece)
-    return builder.build(block_aligned=False)
+    if tree.position:
+        for piece in tree.pieces(tree.position):
+            builder.send(tree.parent, piece)
+    return builder.build()
 
 
 def scatter(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Hand subtrees' blocks down the tree."""
-    rank, world, root = builder.rank, problem.world, problem.root
-    position = (rank - root) % world
-    own = Slice(Buffer.OUTPUT, 0, problem.counts[rank])
-    children = _children(position, world)
-    if position and not children:
-        builder.recv((_parent(position) + root) % world, own)
-        return builder.build(block_aligned=False)
-    starts = offsets(problem.counts)
-    staging = builder.scratch(_subtree_length(problem, position)) if position else None
-    if position:
-        for piece in _pieces(problem, starts, position, position, staging, Buffer.INPUT):
-            builder.recv((_parent(position) + root) % world, piece)
-    for child in children:
-        for piece in _pieces(problem, starts, position, child, staging, Buffer.INPUT):
-            builder.send((child + root) % world, piece)
-    for piece in _pieces(problem, starts, position, position, staging, Buffer.INPUT, alone=True):
+    own = Slice(Buffer.OUTPUT, 0, problem.counts[builder.rank])
+    tree = _Blocks(builder, problem, Buffer.INPUT)
+    if tree.position and not tree.children:
+        builder.recv(tree.parent, own)
+        return builder.build()
+    if tree.position:
+        for piece in tree.pieces(tree.position):
+            builder.recv(tree.parent, piece)
+    for child in tree.children:
+        for piece in tree.pieces(child):
+            builder.send(tree.rank(child), piece)
+    for piece in tree.pieces(tree.position, alone=True):
         builder.copy(piece, own)
-    return builder.build(block_aligned=False)
+    return builder.build()
+
+
+class _Blocks:
+    """Where a rank holds the blocks of its subtree, in order of position: the root in `buffer`, others in SCRATCH."""
+
+    def __init__(self, builder: PlanBuilder, problem: Problem, buffer: Buffer) -> None:
+        self._problem = problem
+        self._buffer = buffer
+        self._starts = offsets(problem.counts)
+        self._staging: Slice | None = None
+        self.position = position = (builder.rank - problem.root) % problem.world
+        self.parent, self.children = self.rank(_parent(position)), _children(position, problem.world)
+        if position and self.children:
+            runs = self._runs(position, _subtree_size(position, problem.world))
+            self._staging = builder.scratch(sum(run.length for run in runs))
+
+    def rank(self, position: int) -> int:
+        return (position + self._problem.root) % self._problem.world
+
+    def pieces(self, position: int, *, alone: bool = False) -> list[Slice]:
+        """Where the blocks of that position's subtree are, or that of the position alone.
+
+        The blocks are in order of position. Both ends of a message cut where the ranks wrap around.
+        """
+        runs = self._runs(position, 1 if alone else _subtree_size(position, self._problem.world))
+        if self._staging is None:
+            return [run.of(self._buffer) for run in runs]
+        before = self._runs(self.position, position - self.position)
+        offset = self._staging.offset + sum(run.length for run in before)
+        pieces = []
+        for run in runs:
+            pieces.append(Slice(Buffer.SCRATCH, offset, run.length))
+            offset += run.length
+        return pieces
+
+    def _runs(self, position: int, blocks: int) -> tuple[Run, ...]:
+        return cyclic_runs(self._starts, self.rank(position), blocks)
 
 
 def _reduce_children_at_once(builder: PlanBuilder, children: list[int], own: Slice, target: Slice) -> None:
@@ -146,40 +175,6 @@ def _children(position: int, world: int) -> list[int]:
 
 def _subtree_size(position: int, world: int) -> int:
     return min(position & -position, world - position) if position else world
-
-
-def _subtree_length(problem: Problem, position: int) -> int:
-    size = _subtree_size(position, problem.world)
-    return sum(problem.counts[(problem.root + position + i) % problem.world] for i in range(size))
-
-
-def _pieces(
-    problem: Problem,
-    starts: tuple[int, ...],
-    holder: int,
-    position: int,
-    staging: Slice | None,
-    buffer: Buffer,
-    *,
-    alone: bool = False,
-) -> list[Slice]:
-    """Slices at `holder` of the blocks of `position`'s subtree, or of `position` alone, in order of position.
-
-    `holder`'s whole subtree is in `staging`, in order of position; the root (no staging) has it in `buffer`. Both ends
-    cut where the ranks wrap around.
-    """
-    first = (problem.root + position) % problem.world
-    blocks = 1 if alone else _subtree_size(position, problem.world)
-    runs = cyclic_runs(starts, first, blocks)
-    if staging is None:
-        return [run.of(buffer) for run in runs]
-    before = cyclic_runs(starts, (problem.root + holder) % problem.world, position - holder)
-    offset = staging.offset + sum(run.length for run in before)
-    pieces = []
-    for run in runs:
-        pieces.append(Run(offset, run.length).of(staging.buffer))
-        offset += run.length
-    return pieces
 
 
 LOPSIDED: Final = 1.2

@@ -43,45 +43,19 @@ SETS: Final = 2
 """Columns of partial sums in reduce_scatter: one is received while the one before is sent."""
 
 
-class _Grid(NamedTuple):
-    """Where a rank stands. Rows are runs of ranks."""
+class _Grid:
+    """Where a rank stands, and who its neighbors are. Rows are runs of ranks."""
 
-    rank: int
-    width: int
-    height: int
-
-    @classmethod
-    def of(cls, problem: Problem, rank: int) -> _Grid:
-        width = row_length(problem)
-        return cls(rank, width, problem.world // width)
-
-    @property
-    def row(self) -> int:
-        return self.rank // self.width
-
-    @property
-    def column(self) -> int:
-        return self.rank % self.width
+    def __init__(self, problem: Problem, rank: int) -> None:
+        self.width = row_length(problem)
+        self.height = problem.world // self.width
+        self.row, self.column = row, column = divmod(rank, self.width)
+        self.left, self.right = self.at(row, column - 1), self.at(row, column + 1)
+        self.above, self.below = self.at(row - 1, column), self.at(row + 1, column)
 
     def at(self, row: int, column: int) -> int:
         """The rank at a place; both coordinates wrap around."""
         return row % self.height * self.width + column % self.width
-
-    @property
-    def left(self) -> int:
-        return self.at(self.row, self.column - 1)
-
-    @property
-    def right(self) -> int:
-        return self.at(self.row, self.column + 1)
-
-    @property
-    def above(self) -> int:
-        return self.at(self.row - 1, self.column)
-
-    @property
-    def below(self) -> int:
-        return self.at(self.row + 1, self.column)
 
 
 def row_length(problem: Problem) -> int:
@@ -96,7 +70,7 @@ def row_length(problem: Problem) -> int:
 def all_reduce(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """The vector is one part per column, each of one block per row; a part is reduced in the rows first."""
     rank = builder.rank
-    grid = _Grid.of(problem, rank)
+    grid = _Grid(problem, rank)
     if grid.width == 1:
         return ring.all_reduce(builder, problem, chunk_length)
     vector = _Parts(offsets(partition(problem.total, problem.world)), grid.height, chunk_length)
@@ -144,7 +118,7 @@ class _Parts(NamedTuple):
 def all_gather(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Each column gathers its blocks, then rows pass whole columns around."""
     rank = builder.rank
-    grid = _Grid.of(problem, rank)
+    grid = _Grid(problem, rank)
     if grid.width == 1:
         return ring.all_gather(builder, problem, chunk_length)
     own = split(Slice(Buffer.INPUT, 0, problem.counts[rank]), chunk_length)
@@ -172,7 +146,7 @@ def all_gather(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Pla
 def reduce_scatter(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Rows reduce the blocks of one column each, then columns reduce those to one block per rank."""
     rank = builder.rank
-    grid = _Grid.of(problem, rank)
+    grid = _Grid(problem, rank)
     if grid.width == 1:
         return ring.reduce_scatter(builder, problem, chunk_length)
     held = _reduce_rows(builder, grid, problem, chunk_length)

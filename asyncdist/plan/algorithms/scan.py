@@ -31,28 +31,13 @@ from asyncdist.plan.steps import Buffer, Plan, Slice
 __all__ = []
 
 
-def scan_doubling(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
+def doubling(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
     """Pass whole vectors up twice as far each round.
 
-    Each round receives into SCRATCH of its own, so that all receives are posted at the start.
+    Each round receives into SCRATCH of its own, so that all receives are posted at the start. What is sent on is in
+    OUTPUT; of exscan the result is in SCRATCH until the end, and a last round's vector is not added to OUTPUT.
     """
-    rank, world = builder.rank, problem.world
-    whole = Slice(Buffer.OUTPUT, 0, problem.total)
-    distance = 1
-    while distance < world:
-        if rank + distance < world:
-            builder.send(rank + distance, whole)
-        if rank >= distance:
-            incoming = builder.scratch(problem.total)
-            builder.recv(rank - distance, incoming)
-            builder.reduce(incoming, whole, source_left=True)
-        distance *= 2
-    return builder.build(ordered=True)
-
-
-def exscan_doubling(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
-    """As `scan_doubling`; what is sent on is in OUTPUT, the result in SCRATCH until the end."""
-    rank, world = builder.rank, problem.world
+    rank, world, exclusive = builder.rank, problem.world, problem.collective == "exscan"
     whole = Slice(Buffer.OUTPUT, 0, problem.total)
     result: Slice | None = None
     distance = 1
@@ -62,14 +47,13 @@ def exscan_doubling(builder: PlanBuilder, problem: Problem, chunk_length: int) -
         if rank >= distance:
             incoming = builder.scratch(problem.total)
             builder.recv(rank - distance, incoming)
-            if rank + 2 * distance < world:
+            if not exclusive or rank + 2 * distance < world:
                 builder.reduce(incoming, whole, source_left=True)
-            if result is None:
-                result = incoming
-            else:
+            if exclusive and result is not None:
                 builder.reduce(incoming, result, source_left=True)
+            result = result or incoming
         distance *= 2
-    if result is not None:
+    if exclusive and result is not None:
         builder.copy(result, whole)
     return builder.build(ordered=True)
 
@@ -119,8 +103,8 @@ def _doubling_cost(shape: Shape) -> Load:
 
 
 ALGORITHMS: Final = (
-    Algorithm("scan", "recursive_doubling", scan_doubling, _doubling_cost, DOUBLING, ordered=True, chunked=False),
+    Algorithm("scan", "recursive_doubling", doubling, _doubling_cost, DOUBLING, ordered=True, chunked=False),
     Algorithm("scan", "chain", scan_chain, partial(chain_cost, reduces=True), ROUNDS_OF_VECTORS, ordered=True),
-    Algorithm("exscan", "recursive_doubling", exscan_doubling, _doubling_cost, DOUBLING, ordered=True, chunked=False),
+    Algorithm("exscan", "recursive_doubling", doubling, _doubling_cost, DOUBLING, ordered=True, chunked=False),
     Algorithm("exscan", "chain", exscan_chain, partial(chain_cost, reduces=True), ROUNDS_OF_VECTORS, ordered=True),
 )
