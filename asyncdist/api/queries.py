@@ -14,9 +14,8 @@ from asyncdist.cuda import provider
 from asyncdist.group import default_group as context
 from asyncdist.group.default_group import Group, resolve
 from asyncdist.group.methods.issuer import rank_number
-from asyncdist.group.methods.memory import DTypeLike, Shape
 from asyncdist.group.non_member import NonMember
-from asyncdist.group.process_group import ProcessGroup
+from asyncdist.group.process_group import DTypeLike, ProcessGroup, Shape
 
 __all__ = [
     "empty",

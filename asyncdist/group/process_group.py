@@ -10,16 +10,23 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Generator, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
+import numpy as np
+
+from asyncdist.arrays.host import Array
 from asyncdist.collectives.backend import Backend, BackendNames
+from asyncdist.concurrency import trace as events
 from asyncdist.concurrency.deadline import INHERIT, Deadline, Timeout, timeout_seconds
 from asyncdist.errors import DistError, GroupAbortedError, PeerLostError
 from asyncdist.group.methods import Operations
 from asyncdist.group.methods.issuer import Core, check_rank, rank_number
 from asyncdist.group.survivors import RankLost
 
-__all__ = ["ProcessGroup"]
+__all__ = ["DTypeLike", "ProcessGroup", "Shape"]
+
+Shape: TypeAlias = int | Sequence[int]
+DTypeLike: TypeAlias = type[Any] | np.dtype[Any] | str
 
 
 class ProcessGroup(Operations):
@@ -77,6 +84,33 @@ class ProcessGroup(Operations):
     def where(self, operation: str, sequence: int | None = None) -> str:
         """`group default, rank 3, all_reduce #17`, the beginning of every message."""
         return self._core.where(operation, sequence)
+
+    def empty(self, shape: Shape, dtype: DTypeLike = np.float32) -> Array:
+        """A C-contiguous array of `shape` and `dtype`, not initialized, as `numpy.empty` makes it.
+
+        The other ranks of this host can read its memory, so that nothing of it need be copied there. It stays valid as
+        long as anyone uses it, whatever becomes of the group; its memory goes with the last view of it. A forked child
+        has the parent's memory, not a copy of it: what either writes, both see.
+
+        Where memory is not shared (another transport or system, ASYNCDIST_EMPTY_BYTES reached) it is just that. Local:
+        the other ranks need not call it. Raises TypeError and ValueError as numpy does.
+        """
+        self._core.check_usable("empty")
+        made = np.empty(0, dtype).dtype
+        extents = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
+        shared = None
+        if not made.hasobject and all(extent > 0 for extent in extents):
+            shared = self._core.shared_array(extents, made)
+        if shared is None:
+            events.info("an array of shape %s and dtype %s is not in shared memory", extents, made)
+            return np.empty(extents, made)
+        return shared
+
+    def zeros(self, shape: Shape, dtype: DTypeLike = np.float32) -> Array:
+        """As `empty`, filled with zeros."""
+        array = self.empty(shape, dtype)
+        array[...] = 0
+        return array
 
     def bind_device(self, device: int | None) -> None:
         """Open communicators for arrays on that GPU at once, if all ranks do; None does nothing."""

@@ -1,8 +1,7 @@
 """The operations of a group, by subject; `ProcessGroup` inherits them all and says how they are issued."""
 
 from asyncdist.group.methods.coalesced import Coalesced
-from asyncdist.group.methods.collectives import Collectives, Exchanges, Monitored, Scans
-from asyncdist.group.methods.memory import Memory
+from asyncdist.group.methods.collectives import Collectives
 from asyncdist.group.methods.multi_device import MultiDevice
 from asyncdist.group.methods.objects import Arrays, Objects
 from asyncdist.group.methods.point_to_point import PointToPoint
@@ -11,7 +10,5 @@ from asyncdist.group.methods.streams import Streams
 __all__ = ["Operations"]
 
 
-class Operations(
-    Collectives, Coalesced, MultiDevice, Exchanges, Scans, Monitored, PointToPoint, Arrays, Objects, Streams, Memory
-):
+class Operations(Collectives, Coalesced, MultiDevice, PointToPoint, Arrays, Objects, Streams):
     """Every operation, by subject: each base says what its own are."""

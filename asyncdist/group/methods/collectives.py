@@ -13,11 +13,24 @@ from asyncdist.group.methods.issuer import Issuer
 from asyncdist.group.point_to_point import check_tag
 from asyncdist.work import Work
 
-__all__ = ["VERDICT_S", "Collectives", "Exchanges", "Monitored", "Scans"]
+__all__ = ["VERDICT_S", "Collectives"]
+
+VERDICT_S: Final = 2 * PROBE_S
+"""How much longer the other ranks wait than the first, so that its verdict, which needs PROBE_S, comes first."""
 
 
 class Collectives(Issuer):
-    """broadcast, reduce, gather, scatter and their kin."""
+    """Collectives of arrays whose sizes all ranks know, and all_to_all.
+
+    Inputs of all_to_all may share memory with outputs; they are copied first then. In its uneven forms a rank knows
+    only what it sends and what it receives. Where two ranks disagree, the one that receives raises
+    CollectiveMismatchError that names the other, and the group is aborted.
+
+    scan and exscan are MPI's, in place. Operands are reduced in rank order. ReduceOp.AVG is not defined for them
+    (TypeError).
+    """
+
+    timeout_s: float | None
 
     def all_reduce(
         self, tensor: Any, op: ReduceOpLike = ReduceOp.SUM, *, tag: int = 0, timeout: Timeout = INHERIT
@@ -125,15 +138,6 @@ class Collectives(Issuer):
         """Done once every rank has called it."""
         return self._collective("barrier", tag, timeout, call.barrier)
 
-
-class Exchanges(Issuer):
-    """all_to_all in its forms.
-
-    Inputs may share memory with outputs; they are copied first then. In the uneven forms a rank knows what it sends and
-    what it receives, nothing else; where two ranks disagree, the one that receives raises CollectiveMismatchError that
-    names the other, and the group is aborted.
-    """
-
     def all_to_all(
         self,
         output_tensor_list: Sequence[Any],
@@ -183,13 +187,6 @@ class Exchanges(Issuer):
             self.size,
         )
 
-
-class Scans(Issuer):
-    """MPI's scan and exscan, in place.
-
-    Operands are reduced in rank order. ReduceOp.AVG is not defined for them (TypeError).
-    """
-
     def scan(
         self, tensor: Any, op: ReduceOpLike = ReduceOp.SUM, *, tag: int = 0, timeout: Timeout = INHERIT
     ) -> Work[Any]:
@@ -201,16 +198,6 @@ class Scans(Issuer):
     ) -> Work[Any]:
         """Reduce the `tensor` of ranks 0 to r - 1 into rank r's; rank 0's stays as it is. The result is `tensor`."""
         return self._collective("exscan", tag, timeout, call.exscan, tensor, op, self.rank)
-
-
-VERDICT_S: Final = 2 * PROBE_S
-"""How much longer the other ranks wait than the first, so that its verdict, which needs PROBE_S, comes first."""
-
-
-class Monitored(Issuer):
-    """See the module."""
-
-    timeout_s: float | None
 
     def monitored_barrier(self, timeout: Timeout = INHERIT, wait_all_ranks: bool = False, *, tag: int = 0) -> Work[Any]:
         """Done once every rank has called it; when `timeout` expires, the error names all ranks that have not.

@@ -30,15 +30,6 @@ if TYPE_CHECKING:
 __all__ = ["Core", "Issuer", "check_rank", "rank_number"]
 
 
-class Issue(Protocol):
-    """Issues a collective; `prepare(*arguments)` checks and binds them."""
-
-    def __call__(
-        self, operation: str, tag: int, timeout: Timeout, prepare: Callable[..., call.Call], /, *arguments: Any
-    ) -> Work[Any]:
-        """Return its Work."""
-
-
 class Core(Protocol):
     """What a group needs of its core: `GroupCore` in its own event loop, `ThreadCore` in the communication thread."""
 
@@ -109,7 +100,7 @@ class Issuer:
     size: int
     pairs: Pairs
     _core: Core
-    _collective: Issue
+    _collective: Callable[..., Work[Any]]
 
     def refuse(self, operation: str, tag: int, error: Exception) -> None:
         """A collective's arguments are wrong: it takes its place in the order, and the others are told."""

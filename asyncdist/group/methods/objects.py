@@ -22,9 +22,7 @@ DEFAULT_MAX_TOTAL_BYTES: Final = 8 * DEFAULT_MAX_BYTES
 together cannot make us allocate much more than one."""
 
 
-class ItemIssuer(Issuer):
-    """A group as its operations on items see it."""
-
+class _Items(Issuer):
     ranks: tuple[int, ...]
     world: World
 
@@ -36,7 +34,7 @@ class ItemIssuer(Issuer):
         return Terms(self.rank, self.ranks, self.world.allow_pickle, max_bytes, total_bytes)
 
 
-class Objects(ItemIssuer):
+class Objects(_Items):
     """torch.distributed's object collectives, in place in lists.
 
     None, bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset and numpy arrays and scalars arrive
@@ -147,7 +145,7 @@ class Objects(ItemIssuer):
         return self.pairs.receive_objects(object_list, source, tag, max_bytes, timeout, number=number)
 
 
-class Arrays(ItemIssuer):
+class Arrays(_Items):
     """all_gather_array, gather_array, broadcast_array and scatter_array.
 
     Arrays may differ between ranks in shape and dtype; nothing is exchanged beforehand. Results are new numpy arrays.

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Final, NamedTuple
 
 from asyncdist.plan.algorithms.registry import find
@@ -73,20 +73,19 @@ def predict(
     if problem.world == 1:
         return Prediction(algorithm, chunk_bytes, 0.0, 0, 0)
     load = cost(shape_of(problem, itemsize, chunk_bytes)._replace(memory=memory))
+    seconds = _seconds_of(load, problem, itemsize, memory, constants)
+    scratch = round(load.scratch)
     if isinstance(load, SharedLoad):
-        slowness, single_copy = slowness_of(problem, itemsize), load.lends(memory)
-        seconds = shared_seconds(load, problem.world, constants, slowness, single_copy=single_copy)
-        moved, scratch = round(load.published), round(load.scratch)
+        moved, single_copy = round(load.published), load.lends(memory)
         return Prediction(algorithm, chunk_bytes, seconds, load.rounds, moved, scratch, single_copy)
-    seconds = _seconds(load, problem, constants)
     rounds = round(math.fsum(hop.rounds for hop in load.path))
-    return Prediction(algorithm, chunk_bytes, seconds, rounds, round(load.busiest.sent), round(load.scratch))
+    return Prediction(algorithm, chunk_bytes, seconds, rounds, round(load.busiest.sent), scratch)
 
 
 def seconds_by(
     problem: Problem, algorithm: str, itemsize: int, chunk_bytes: int, memory: LaneMemory = USUAL_LANE
 ) -> Callable[[Constants], float]:
-    """What `predict` says of the seconds, as a function of the constants: all else is worked out once.
+    """What `predict` says of the seconds, as a function of the constants.
 
     Raises ValueError for an unknown algorithm.
     """
@@ -94,11 +93,16 @@ def seconds_by(
     if problem.world == 1:
         return lambda constants: 0.0
     load = cost(shape_of(problem, itemsize, chunk_bytes)._replace(memory=memory))
-    if isinstance(load, SharedLoad):
-        items, slowness, single_copy = load, slowness_of(problem, itemsize), load.lends(memory)
-        return lambda constants: shared_seconds(items, problem.world, constants, slowness, single_copy=single_copy)
-    messages = load
-    return lambda constants: _seconds(messages, problem, constants)
+    return partial(_seconds_of, load, problem, itemsize, memory)
+
+
+def _seconds_of(
+    load: Load | SharedLoad, problem: Problem, itemsize: int, memory: LaneMemory, constants: Constants
+) -> float:
+    if isinstance(load, Load):
+        return _seconds(load, problem, constants)
+    slowness = slowness_of(problem, itemsize)
+    return shared_seconds(load, problem.world, constants, slowness, single_copy=load.lends(memory))
 
 
 @lru_cache(maxsize=SHAPES_KEPT)

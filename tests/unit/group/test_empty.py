@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import asyncdist as dist
-from asyncdist.group.methods.memory import Shape
+from asyncdist.group.process_group import Shape
 from asyncdist.transport.config import TransportConfig
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared on Linux only")
