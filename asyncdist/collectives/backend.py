@@ -188,7 +188,7 @@ class GroupBackend(ABC):
         return
 
     def closing(self) -> None:
-        """The group is being closed, and waits for what is under way: nothing may wait for its user any longer."""
+        """The group is being closed and waits for operations under way: none may wait for its consumer any longer."""
         return
 
     def settle(self) -> None:

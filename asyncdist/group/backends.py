@@ -47,9 +47,9 @@ class _Group(Protocol):
 
 
 class GroupBackends:
-    """Holds the backend of host arrays and, from the first GPU array on, that of GPU arrays.
+    """Holds the backend of host arrays and, from the first GPU array on, the backend of GPU arrays.
 
-    The group starts calls at `host` or `devices`. What is dropped, aborted or closed here is so in both.
+    The group starts calls at `host` or `devices`. Dropping, aborting and closing concerns both.
     """
 
     def __init__(self, world: World, group_id: int, ranks: tuple[int, ...], names: BackendNames, owner: _Group) -> None:

@@ -298,7 +298,7 @@ class GroupCore:
         self._unretrieved.keep(work)
 
     def untold(self, work: Work[Any]) -> None:
-        """Keep one that somebody waited for after all: all who did were cancelled before they were told."""
+        """Keep a failed Work after all: all its waiters were cancelled before they were told."""
         self._unretrieved.untold(work)
 
     def aborted_error(self, operation: str, cause: BaseException) -> GroupAbortedError:
@@ -532,10 +532,10 @@ class GroupCore:
             group.abort(why)
 
     def _is_known(self, cause: BaseException) -> bool:
-        """Whether the other members hear by themselves of what this rank leaves with.
+        """Whether the other members notice by themselves why this rank leaves.
 
-        Not of a message that timed out here, nor of the end of another group. Who leaves the world because another has
-        left it in order does so in order as well; that somebody leaves another group nobody sees.
+        They do not notice that a message timed out here, or that another group ended. A rank that leaves the world
+        because another rank left in order does so in order, too. That a rank leaves another group goes unseen.
         """
         return self._aborted is not None or (self.is_world and isinstance(cause, PeerLostError) and cause.left)
 

@@ -1,9 +1,8 @@
-"""What a call acts on: its `group=`, else the default group, and the rank that `src=`, `dst=` or their `group_` forms
-mean.
+"""The group that a call acts on (`group=` or the default group), and the rank that `src=` or `group_src=` means.
 
-The default group is the current context's: every rank of a simulated world has its own. Where the context has none, or
-a closed one, it is the only world open on the running event loop, so that request handlers find the group that their
-server's start-up opened.
+The default group is the current context's: every rank of a simulated world has its own. Where the context has no open
+group, it is the only world open on the running event loop, so that request handlers find the group that their server's
+start-up opened.
 """
 
 from __future__ import annotations

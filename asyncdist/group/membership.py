@@ -208,10 +208,10 @@ class ClosedMembers:
 
 
 class EndedGroup:
-    """In the place of a group that was closed here, so that nobody waits for what will never come.
+    """Stands in the place of a group that was closed here, so that no rank waits for what will never come.
 
-    `issued` says how many collectives of each tag it had, `order` what was made of it, `words` what the last ones were.
-    Where the world ends with the group, its goodbye says all there is to say.
+    `issued` is how many collectives of each tag the group had, `order` what was made of the group, `words` what its
+    last collectives were. Where the world ends with the group, its goodbye says all there is to say.
     """
 
     __slots__ = ("_group_id", "_issued", "_order", "_words", "_world", "ranks")

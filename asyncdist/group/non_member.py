@@ -26,7 +26,7 @@ class NonMember:
         return f"<NonMember of {self.name}, rank {self._world_rank}>"
 
     def __eq__(self, other: object) -> bool:
-        """As torch's one NON_GROUP_MEMBER: whoever compares wants to know whether this rank is a member."""
+        """As torch's one NON_GROUP_MEMBER: comparing asks whether this rank is a member."""
         return isinstance(other, NonMember)
 
     def __hash__(self) -> int:

@@ -324,12 +324,12 @@ class PlanBuilder:
         return self._add(Recv(peer, NOTHING, slot, self._after((), after)))
 
     def rounds(self, count: int, alike: range, period: int = 1) -> Iterator[int]:
-        """Yield the numbers of `count` rounds, of which the algorithm adds the steps; but not all of them.
+        """Yield the numbers of `count` rounds, whose steps the algorithm adds; most rounds of a long plan are left out.
 
-        Rounds `alike` do the same, each a chunk further on; where places in SCRATCH take turns, each `period` of them
-        do. As soon as two of them are seen to go on alike, most of the others are left out (`RepeatedSteps`). The last
-        ones are built, and have to be what was to be expected. What the algorithm names in a round follows from the
-        round's number: it must count nothing itself.
+        Rounds `alike` do the same, each a chunk further on; where places in SCRATCH take turns, each `period` of rounds
+        does. Once two of them are found to continue alike, most of the others are left out (`RepeatedSteps`). The last
+        rounds are built, and compared with what was expected. What the algorithm adds in a round may depend on the
+        round's number only.
         """
         marks = [len(self._steps)]
         number = 0
@@ -354,9 +354,10 @@ class PlanBuilder:
     def _far_end(
         self, number: int, examples: tuple[list[Step], list[Step]], times: int, back: int, period: int
     ) -> Iterator[int]:
-        """Leave out so many rounds before round `number`; then yield those numbers whose steps are known already.
+        """Leave out `times` periods; then yield the numbers of the next rounds, and check their steps.
 
-        What `back` rounds wait for is in part left out, so it is put right. One more must be right as it is.
+        The steps of `back` periods wait for steps that are left out in part: that is put right. One more period must be
+        right as it is.
         """
         first, second = examples
         length = len(second)

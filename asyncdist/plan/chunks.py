@@ -167,10 +167,10 @@ class Window:
 
 
 def first_that_fits(lengths: Sequence[int], room: int) -> int:
-    """Index from which on all `lengths` together are at most `room`.
+    """The index from which on all `lengths` together are at most `room`.
 
-    The last rounds of an algorithm that halves are small, and latency is all they cost: what is received there has
-    SCRATCH of its own, ready from the start, while the rounds before go through a window.
+    The last rounds of an algorithm that halves are small, and cost latency only. So they receive into SCRATCH of their
+    own, posted from the start, while the rounds before go through a window.
     """
     first = len(lengths)
     for length in reversed(lengths):

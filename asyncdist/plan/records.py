@@ -1,7 +1,7 @@
-"""Which collectives of one host go through the records of their lane, without items and without the steps of a plan.
+"""Which collectives of one host go inline: through the records of their lane, without items and without a plan's steps.
 
-Every member that gives puts its whole payload out at once. A member that takes waits for those it takes from, and takes
-all that it is to have at once. That suits small collectives: nothing overlaps, and the loop does not turn meanwhile.
+Every member that gives puts its whole payload out at once. A member that takes waits for the members it takes from, and
+takes all of it at once. That suits small collectives: nothing overlaps, and the event loop does not turn meanwhile.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Takes(enum.Enum):
 
 
 def by_records(takes: Takes | None, world: int, nbytes: float, memory: LaneMemory) -> bool:
-    """Whether a collective goes that way; `nbytes` are those of a member's payload."""
+    """Whether a collective goes inline; `nbytes` is the length of a member's payload."""
     if takes is None or not memory.nbytes:
         return False
     taken = nbytes * world if takes is Takes.ALL else nbytes

@@ -228,13 +228,10 @@ class Gap(NamedTuple):
 class RepeatedSteps(Sequence[Step]):
     """All steps of a plan, of which most are rounds like the round before, one chunk further on.
 
-    A vector of a thousand chunks makes a plan of thousands of steps that say the same again and again. Written are
-    those at the beginning, ending with two examples of what is repeated, and those at the end; the ones of `gap`,
-    between, follow from the two examples when asked for. So a plan takes as long to make, and as much memory, whatever
-    the length of the vector.
-
-    `written` are the others. Before the gap come two rounds of as many steps, and round after round goes on from the
-    second as that from the first.
+    A vector of a thousand chunks makes a plan of thousands of steps that repeat themselves. `written` holds the steps
+    at the beginning, which end with two rounds as examples, and the steps at the end. The steps of `gap`, between, are
+    computed when asked for: each round goes on from the second example as the second from the first. So a plan takes as
+    long to make, and as much memory, whatever the length of the vector.
     """
 
     __slots__ = ("gap", "written")

@@ -90,7 +90,7 @@ def _times(numbers: Sequence[int]) -> dict[int, int]:
 
 
 def _further(before: int, item: int, rounds: int) -> Sequence[int]:
-    """What is fetched in so many rounds more, after these two."""
+    """The items fetched in `rounds` more rounds after these two."""
     stride = item - before
     return range(item + stride, item + stride * (rounds + 1), stride) if stride else [item] * rounds
 

@@ -53,7 +53,7 @@ _ITEM: Final = np.dtype((np.void, _GUESSED_BYTES))
 
 
 class Terms(NamedTuple):
-    """Who we are, by group rank, who the others are, by global rank, and what we accept from them."""
+    """This rank's group rank, all members' global ranks, and what this rank accepts from them."""
 
     rank: int
     ranks: tuple[int, ...]
@@ -85,8 +85,8 @@ _NOTHING: Final = Terms(0, (0,), False, 0, 0)
 class ItemCall(Call):
     """A collective of items: `contributed` are this rank's, in rank order if there are several.
 
-    `finish` makes the result of the items that have come, in rank order, those of this rank included; copies of those,
-    if `copies_own`. It raises RemoteProtocolError for what it cannot use.
+    `finish` makes the result of the items that have come, in rank order, this rank's among them (copied if
+    `copies_own`). It raises RemoteProtocolError for bytes that it cannot use.
     """
 
     contributed: Sequence[Item] = ()
@@ -160,9 +160,9 @@ def broadcast_object_list(object_list: object, root: int, terms: Terms) -> ItemC
 
 
 def scatter_object_list(output_list: object, input_list: object, root: int, terms: Terms) -> ItemCall:
-    """The root's list of one object per rank, the others' is not looked at, as torch's scripts give lists everywhere.
+    """The root gives a list of one object per rank; other ranks' lists are ignored.
 
-    The result is `output_list`, whose first place has this rank's object.
+    Torch's scripts give lists everywhere. The result is `output_list`, whose first place has this rank's object.
     """
     target = _places(output_list, "scatter_object_output_list")
     if not target:

@@ -65,7 +65,7 @@ class Progress:
                 self.advance()
 
     def wake(self) -> None:
-        """Something has happened that who waits should look at."""
+        """Wake the consumer: something has happened that it should look at."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 

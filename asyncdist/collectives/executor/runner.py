@@ -336,7 +336,7 @@ class Execution:
         self.remaining += 1
 
     def release(self) -> None:
-        """All of that was read."""
+        """All members have read the buffers: what `hold` held back may end."""
         if not self._stopped:
             self.remaining -= 1
             self._advance([])
@@ -399,12 +399,12 @@ def different(rank: int) -> DifferentOperation:
 
 
 def another_length(rank: int, sent: int, expected: int) -> CollectiveMismatchError:
-    """Global rank `rank` has sent so many bytes, and others are expected here."""
+    """Global rank `rank` has sent `sent` bytes where `expected` are expected."""
     return CollectiveMismatchError(f"rank {rank} sent {sent} bytes where {expected} are expected here", rank)
 
 
 def mismatch(receive: Receive) -> CollectiveMismatchError:
-    """A message has come whose sender takes it for part of another operation."""
+    """The error of a message that belongs to another operation at its sender."""
     assert receive.source is not None
     return different(receive.source)
 

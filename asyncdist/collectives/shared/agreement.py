@@ -1,10 +1,14 @@
-"""Lanes of one group: how its members agree to share memory, tag by tag, and who takes which place in the order.
+"""Lanes of one group: how its members agree to share memory, tag by tag, and which operation takes which place.
 
-At the first collective of tag 0, and at the second of any other, the members exchange three small messages with
-everyone, as ordinary collectives: a tag that is used once, such as the number of a request, is not worth it. The first
-message makes all connections, the second says who can (it shares memory with all the others, and has some left), and
-which segment of its own the others shall map, the third who has mapped all of them, and can read the others' memory
-besides (see `process_memory`). All can, or none does. What is issued meanwhile waits.
+The members agree at the first collective of tag 0, and at the second of any other tag: a tag that is used once, such as
+the number of a request, is not worth it. They exchange three small arrays, by collectives of their own:
+
+1. The first makes all connections.
+2. The second says whether the member shares memory with all others and has some left, and which of its segments the
+   others shall map.
+3. The third says whether it has mapped all segments, and whether it can read the others' memory (`process_memory`).
+
+The lane is made if all members can make it. Collectives that are issued meanwhile wait.
 """
 
 from __future__ import annotations

@@ -92,9 +92,9 @@ class Inline:
     # Publishing
 
     def turn(self, length: int) -> int:
-        """The number of the next operation, whose payload (`length` bytes of every member that has one) we may put out.
+        """The number of the next operation, if this rank may publish its payload of `length` bytes; else -1.
 
-        -1 if we are too far ahead of another member, or of ourselves.
+        It may not while it is too far ahead of another member, or of its own reading.
         """
         turns = self._turns
         number = turns.issued
@@ -111,7 +111,7 @@ class Inline:
         return number
 
     def payload(self, number: int, member: int, length: int) -> memoryview:
-        """The payload of `member` in operation `number`, which is ready, or our own, whose turn it is."""
+        """The payload of `member` in operation `number`: ready to read if another's, ours to write if our own."""
         peer = self._turns.members[member]
         at = self.place(number, length)
         return (self._turns.own if peer is None else peer.segment)[at : at + length]
@@ -135,7 +135,7 @@ class Inline:
         turns.issued = turns.own_words[ISSUED] = number + 1
 
     def publish_results(self, number: int) -> bool:
-        """Our results of operation `number` are in place of our payload; whether those of all members are. Fences."""
+        """Say that our results of operation `number` are in place of our payload; True if all members' are. Fences."""
         if not ORDERED:
             order()  # the results before we say so
         self._turns.own_records[number % RECORDS * RECORD_WORDS + RESULTS] = number + 1
@@ -189,7 +189,7 @@ class Inline:
         return True
 
     def without_results(self, number: int) -> list[int]:
-        """Members whose results of operation `number` are not there; those of the others can be read then."""
+        """Members whose results of operation `number` are not there yet. The other members' can be read then."""
         at = number % RECORDS * RECORD_WORDS + RESULTS
         missing = [index for index, peer in self._turns.others if peer.record_words[at] != number + 1]
         if not ORDERED:

@@ -195,7 +195,7 @@ class Items:
         self.retire()
 
     def retire(self) -> None:
-        """Tell the others what is needed no more; to be called whenever one of them has begun something."""
+        """Tell the others which items are needed no more; to be called when a member has begun an operation."""
         if self.giving_up:
             self._skip_given_up()
         retired = False

@@ -91,7 +91,7 @@ class Turns:
         return [index for index, count in finished.items() if count == least]
 
     def left(self, member: int) -> None:
-        """A member has left: what it has not read nobody keeps for it."""
+        """A member has left: nothing is kept for it any more."""
         self.heeded = [(index, peer) for index, peer in self.heeded if index != member]
 
     @property
@@ -149,7 +149,7 @@ class Turns:
         self.finished_seen = number
 
     def add(self, operation: LaneOperation) -> None:
-        """Look after `operation` until nobody's part in it is needed any more."""
+        """Look after `operation` until no member's part in it is needed any more."""
         if not self.open:
             for _, peer in self.others:
                 peer.retired = self.finished
@@ -211,7 +211,7 @@ class Turns:
         fence()  # before looking once more
 
     def content(self, what: int) -> None:
-        """What we waited for has come: nobody need say more."""
+        """What this rank waited for has come: the others need not say more."""
         if self.wanting & what:
             self.wanting &= ~what
             self.own_words[WANTING] = self.wanting

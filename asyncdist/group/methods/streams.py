@@ -36,16 +36,18 @@ class StreamChunk(NamedTuple):
 class ChunkStream:
     """A collective under way, to be iterated over once, by one task: `async for chunk in stream`.
 
-    The operation was issued when the call returned; `work` is its Work, and its arrays belong to it until that is done,
-    but for the chunks handed over. A rank receives at most 4 chunks ahead of its consumer and has at most 4 under way,
-    so a slow consumer holds back the ranks that it gets its chunks from, and these theirs; chunks of up to 64 KiB may
-    run ahead by a further MiB on their way. The source of a broadcast is held back by its receivers only.
+    The operation was issued when the call returned. `work` is its Work; the arrays belong to the operation until it is
+    done, except the chunks that were handed over.
 
-    Leaving the loop early harms nobody: once the stream is closed (`aclose`, `async with`) or forgotten, the rest comes
-    in the background. The same goes for a group that is closed; but a stream that is neither iterated over nor closed
-    makes the others wait, until the operation's time-out.
+    A rank receives at most 4 chunks ahead of its consumer, and has at most 4 under way. So a slow consumer holds back
+    the ranks that send to it, and these hold back others. Chunks of up to 64 KiB may run ahead by a further MiB. The
+    source of a broadcast is held back by its receivers only.
 
-    Iterating raises what ended the operation, at the next chunk. Cancelling it ends only the waiting: no chunk is lost.
+    A loop may be left early: once the stream is closed (`aclose`, `async with`) or forgotten, or the group is closed,
+    the rest comes in the background. But a stream that is neither iterated over nor closed makes the others wait, until
+    the operation's time-out.
+
+    Iterating raises what ended the operation, at the next chunk. Cancelling ends only the waiting: no chunk is lost.
     """
 
     def __init__(self, work: Work[Any], call: StreamCall, sources: Sequence[int]) -> None:

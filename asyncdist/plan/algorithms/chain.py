@@ -68,9 +68,9 @@ def reduce(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
 
 
 def chain_cost(shape: Shape, *, reduces: bool = False, hops: int | None = None) -> Load:
-    """Return what chunks that follow each other over so many `hops` ask, over all ranks unless given.
+    """Return what chunks ask that follow each other over `hops`, by default over all ranks.
 
-    A reduction has one at each hop; so have scan and exscan, with results on the way.
+    A reduction has an operand at each hop; so have scan and exscan, with results on the way.
     """
     hops = shape.world - 1 if hops is None else hops
     total, way = shape.total, shape.neighbors()

@@ -177,10 +177,10 @@ class FoldedBlocks(NamedTuple):
         return self.starts[self.fold.rank(first + count)] - self.starts[self.fold.rank(first)]
 
     def pieces(self, buffer: Buffer, position: int, count: int) -> list[Slice]:
-        """Chunks of the aligned run of `count` positions around `position`, in the order in which it doubles.
+        """Chunks of the aligned run of `count` positions around `position`, in the order in which doubling gets them.
 
-        That is its own blocks, those of its neighbor, of the next two, and so on; in reverse, it is the order in which
-        halving hands them on. A chunk crosses no block boundary that later or earlier rounds cut at.
+        Own blocks come first, then those of the neighbor, of the next two positions, and so on; halving hands them on
+        in reverse. A chunk crosses no block boundary that later or earlier rounds cut at.
         """
         fold, starts = self.fold, self.starts
         first = position & -count
@@ -206,7 +206,7 @@ def doubling_rounds(shape: Shape, *, reduces: bool) -> list[Round]:
 
 
 def whole_round(shape: Shape, nbytes: float) -> Round:
-    """A rank and the neighbor that shares its position exchange so many bytes, in chunks."""
+    """The round in which a rank and the neighbor that shares its position exchange `nbytes`, in chunks."""
     return Round(nbytes, AT_HOME, False, shape.pieces(nbytes))
 
 

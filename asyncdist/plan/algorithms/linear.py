@@ -263,10 +263,10 @@ def reduce_scatter(builder: PlanBuilder, problem: Problem, chunk_length: int) ->
 
 
 def direct_all_reduce(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
-    """Everyone sends its vector to everyone, everyone folds all of them in rank order.
+    """Every rank sends its vector to all others, and folds all vectors in rank order.
 
-    The vectors of lower ranks are folded in SCRATCH, that goes to the left of the own one, and those of higher ranks
-    follow: the same left fold everywhere, without a copy.
+    The vectors of lower ranks are folded in SCRATCH, which then goes to the left of the own vector. The vectors of
+    higher ranks follow. That is the same left fold on every rank, without a copy.
     """
     rank, world = builder.rank, problem.world
     whole = Slice(Buffer.OUTPUT, 0, problem.total)

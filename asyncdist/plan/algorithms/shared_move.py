@@ -172,7 +172,7 @@ def gather_uneven(builder: PlanBuilder, problem: Problem, chunk_length: int) -> 
 
 
 def scatter_uneven(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
-    """The root publishes the others' pieces, that of the next rank first; each copies its own."""
+    """The root publishes the other ranks' pieces, the next rank's first; each rank copies its own."""
     rank = builder.rank
     own, root = Slice(Buffer.OUTPUT, 0, problem.counts[rank]), problem.root
     if rank != root:
@@ -265,7 +265,7 @@ def _scatter_uneven_cost(shape: Shape) -> SharedLoad:
 
 
 def _whole(shape: Shape, given: float) -> Shape:
-    """Of a collective whose pieces travel whole; in records, if those who give all give so few bytes."""
+    """The shape of a collective whose pieces are not cut; inline if members that give all give so few bytes."""
     memory = shape.memory if given <= pieces_bytes(shape.world, shape.memory) else NO_LANE
     return shape._replace(chunk=max(1.0, shape.block), memory=memory)
 

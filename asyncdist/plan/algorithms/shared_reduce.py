@@ -56,15 +56,14 @@ PARTIAL_SUMS: Final = 2
 
 
 class Slices:
-    """A vector with a part of `counts` elements for every rank, and which item is which chunk of which part.
+    """A vector with a part of `counts` elements for every rank, and the numbers of the items that hold its chunks.
 
     All parts are cut into the same number of chunks, of at most `chunk_length` elements. A rank publishes, chunk after
-    chunk, the parts of the others, that of the next rank first; where results follow, its own part of an earlier chunk
-    after those. What has no elements is no item. Numbers of items are worked out, not counted: of p ranks with n chunks
-    there are p * p * n, and every rank asks for 2 * p * n of them.
+    chunk, the parts of the other ranks, the next rank's first. A chunk without elements is no item. Numbers of items
+    are computed, not counted: p ranks with n chunks have p * p * n items, and every rank asks for 2 * p * n of them.
 
-    With `lookahead`, ranks publish results, that of a chunk after the input so many chunks further on; all ranks but
-    `root`, where one is given.
+    With `lookahead`, ranks also publish results, all ranks but `root` where one is given: the result of a chunk comes
+    after the inputs of the chunk that many chunks further on.
     """
 
     def __init__(
@@ -129,7 +128,7 @@ class Slices:
         return chunk * self._world if chunk <= self._least else self._before[chunk]
 
     def _with_elements(self, chunk: int) -> int:
-        """Parts of which a chunk has elements: where there are fewer elements than chunks, the first ones have one."""
+        """How many parts have elements in a chunk: with fewer elements than chunks, the first chunks have one each."""
         return self._world if chunk < self._least else sum(count > chunk for count in self.counts)
 
     def _ranks_with_elements(self, chunk: int) -> tuple[int, ...]:
@@ -169,7 +168,7 @@ def reduce_direct(builder: PlanBuilder, problem: Problem, chunk_length: int) -> 
 
 
 def scan_direct(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
-    """scan and exscan: everyone publishes its vector and folds those of the ranks before it."""
+    """scan and exscan: every rank publishes its vector, and folds the vectors of the ranks before it."""
     rank = builder.rank
     pieces = Chunks(Slice(Buffer.OUTPUT, 0, problem.total), chunk_length)
     room = _room(builder, pieces, rank) if problem.collective == "scan" else ()
@@ -268,9 +267,9 @@ def _fold(builder: PlanBuilder, piece: Slice, item: int, rank: int, ranks: int, 
 
 
 def _publish_inputs(builder: PlanBuilder, slices: Slices, buffer: Buffer, rank: int, chunk: int) -> None:
-    """Publish a chunk of everyone else's part, that of the next rank first.
+    """Publish a chunk of every other rank's part, the next rank's first.
 
-    What overwrites such a chunk of OUTPUT is its result, which the other rank puts out once it has read ours.
+    Such a chunk of OUTPUT is overwritten by its result only, which the other rank publishes once it has read our chunk.
     """
     world = len(slices.counts)
     for distance in range(1, world):

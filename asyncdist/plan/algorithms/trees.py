@@ -74,7 +74,7 @@ class Node(NamedTuple):
 
     @property
     def nearest_first(self) -> tuple[int, ...]:
-        """All children, in an order in which what they send can be reduced as it comes, next to what is there."""
+        """All children, ordered so that each child's operand can be reduced as it comes, next to what is there."""
         return self.inside + self.lower + self.upper
 
     def renamed(self, name: Callable[[int], int]) -> Node:
@@ -144,9 +144,9 @@ class TreePipeline:
 
     A call adds the steps of one chunk; all ranks call the same methods in the same order.
 
-    What comes from children is received into a window of chunks of SCRATCH for each, `longest` elements a chunk at
-    most, whose receives are ready as soon as there is room; what comes to its place in OUTPUT goes through a window
-    too. Operands are merged in the tree's order. `paired` if the rank has chunks of another tree to send.
+    Each child's chunks are received into a window of SCRATCH, of at most `longest` elements a chunk; the receives are
+    posted as soon as there is room. Chunks that come to their place in OUTPUT go through a window too. Operands are
+    merged in the tree's order. `paired` if the rank has chunks of another tree to send.
     """
 
     def __init__(self, builder: PlanBuilder, node: Node, longest: int, *, paired: bool = False) -> None:
@@ -228,10 +228,10 @@ BETWEEN: Final = Way(1.0)
 
 
 def one_way_cost(shape: Shape, *, trees: int, reduces: bool = False) -> Load:
-    """Return what broadcast or, if it `reduces`, reduce asks on so many `trees`.
+    """Return what broadcast, or reduce if `reduces`, asks on one or two `trees`.
 
-    Where hosts have several ranks, a chunk passes the levels of the tree over hosts and those inside a host, one after
-    the other; behind the first chunk, the others keep the busiest card busy.
+    Where hosts have several ranks, a chunk passes the levels of the tree over hosts, then those inside a host. Behind
+    the first chunk, the other chunks keep the busiest card busy.
     """
     part = shape.total / trees
     pieces, others, stages = shape.pieces(part), shape.world - 1, _stages(shape)
@@ -265,7 +265,7 @@ def one_way_cost(shape: Shape, *, trees: int, reduces: bool = False) -> Load:
 
 
 def up_and_down_cost(shape: Shape, *, trees: int) -> Load:
-    """Return what all_reduce asks on so many `trees`."""
+    """Return what all_reduce asks on one or two `trees`."""
     part = shape.total / trees
     pieces, others, stages = shape.pieces(part), shape.world - 1, _stages(shape)
     chunk = part / pieces

@@ -1,10 +1,10 @@
-"""Load: what an algorithm asks of the network and of the ranks, before anybody says what that costs.
+"""Load: what an algorithm asks of the network and of the ranks, before anything is said of what that costs.
 
-A formula, which stands beside its algorithm, turns the shape of a problem into a Load; `selection.prediction` turns a
+A formula, which stands beside its algorithm, turns the shape of a problem into a Load; `selection.prediction` turns the
 Load into seconds. All lengths are bytes, as floats: shares need not be whole.
 
-An algorithm through shared memory asks a SharedLoad: rounds of waiting, and work of processors. There are no links:
-what takes time is waking up, steps, and bytes copied or reduced, by ranks that may be more than the host has cores.
+An algorithm through shared memory asks a SharedLoad: rounds of waiting, and work of processors. There are no links.
+What takes time is waking up, steps, and copied or reduced bytes, on ranks that may be more than the host's cores.
 """
 
 from __future__ import annotations
@@ -325,7 +325,7 @@ def shared_seconds(
 ) -> float:
     """Predict a load's time on one host, which has `constants.cores` for all `world` ranks.
 
-    `slowness` is as `slowness_of` says, `single_copy` whether what is lent is read where it lies.
+    `slowness` is that of `slowness_of`; with `single_copy`, items that may be are read where they lie.
     """
     waits_s = constants.begun_s(world) + load.rounds * constants.shared.wake_s * constants.crowding(world)
     waits_s += RETURNED_S if single_copy else 0.0

@@ -1,30 +1,32 @@
 """Proving an algorithm in a world: the problems that it is proven on, its plans for them, and how they are verified.
 
-A family is a problem and what it becomes when ranks are renamed so that another one is the root.
+A family is one problem, with one root after another. The ranks are renamed with the root.
 
 | world | counts | roots |
 | --- | --- | --- |
-| 1 .. 12 | none, one, one per rank and one fewer, uneven, many chunks, all on one rank; ranks per host | every |
+| 1 .. 12 | none, one, one per rank and one fewer, uneven, many chunks, all on one rank; ranks per host | every root |
 | 13 .. 64 | none, even, uneven | every root for even counts, else five |
-| 65 .. 128 | none; even or uneven, by turns | every root of which the plans are the first one's, renamed, else five |
+| 65 .. 128 | none; even or uneven, by turns | every root whose plans are the first root's, renamed; else five |
 | larger | none; uneven, or, in every fourth world, even | five |
 
-Algorithms that look at the ranks per host are proven for several numbers of them, trees with even and uneven counts
-alone: how a tree is made has nothing to do with how vectors are cut. With hosts a root stands for those at its place in
-others, if their plans are its own, renamed; in worlds above 64 the five roots do, and other places are left to smaller
-ones.
+The five roots are the first rank, the second, the rank one third on, the middle one and the last. Uneven counts of
+worlds above 64 leave most ranks without an element, so that a ring of p ranks takes p steps and not p * p. Even counts
+give each rank some.
 
-Algorithms through shared memory are in addition proven with six chunks of every slice, for five roots: in worlds up to
-12, and in every sixteenth one of the larger. What they do otherwise with a single copy is proven there too, up to 64,
-with more chunks: in worlds up to 12 so many that some are left out of the plan (`plan.steps.RepeatedSteps`).
+Algorithms that look at the ranks per host are proven for several numbers of them; trees with even and uneven counts
+only, as a tree is made without a look at how vectors are cut. With hosts, a root stands for the roots at its place in
+other hosts if their plans are its own, renamed. In worlds above 64 the five roots do; other places are left to smaller
+worlds.
 
-The five roots are the first, the second, one a third on, the middle and the last. Uneven counts of worlds above 64
-leave most ranks without an element, so that a ring of p ranks takes p steps and not p * p; even ones give each some.
+Algorithms through shared memory are also proven with six chunks of every slice, for five roots: in worlds up to 12, and
+in every sixteenth of the larger ones. What they do otherwise with a single copy is proven there too, up to 64 ranks and
+with more chunks: in worlds up to 12 with so many that some are left out of the plan (`plan.steps.RepeatedSteps`).
 
-Each family's first problem is verified: by rank 0's plan alone where it is rotated (`verify_rotated`), else by running
-all ranks'. The others differ from it in the root. Where their plans are the first's with ranks renamed, nothing is left
-to show, since nothing that `verify` looks at changes with the names; where they are not, they are verified like it, in
-large worlds for some roots (`run_roots`). Where hosts have several ranks, this is so for each place in a host.
+Of each family the first problem is verified: by rank 0's plan alone where all plans are rotations (`verify_rotated`),
+else by running the plans of all ranks. The other problems differ in the root. Where their plans are the first problem's
+with ranks renamed, they are right too, as nothing that `verify` looks at changes with names. Else they are verified in
+the same way, in large worlds for some roots (`run_roots`). Where hosts have several ranks, this is done for each place
+in a host.
 """
 
 from __future__ import annotations
@@ -286,7 +288,7 @@ def _counts(collective: str, world: int, *, thorough: bool) -> list[tuple[int | 
 
 
 def run_roots(world: int) -> Collection[int]:
-    """Roots whose problems are run where their plans are not those of another root, renamed."""
+    """Roots whose problems are run if their plans are not another root's, renamed."""
     return range(world) if world <= BOTH_COUNTS else _five(world)
 
 

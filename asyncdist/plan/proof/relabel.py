@@ -1,11 +1,11 @@
-"""Relabelling: ranks renamed by rotation, and whether one plan is another one renamed.
+"""Relabelling: ranks renamed by rotation, and whether one plan is another plan, renamed.
 
-Rotation by s renames rank k to k + s (modulo the world), and with the ranks whatever belongs to them: peers, the root,
-and the blocks of vectors that have one per rank, which change places. A set of plans solves a problem if and only if
-the renamed plans solve the renamed problem, since nothing in a plan's meaning knows what a rank is called. Only the
-claim that operands are reduced in rank order does, so a plan that makes it counts as no other one's, renamed.
+Rotation by s renames rank k to k + s (modulo the world). What belongs to ranks is renamed with them: peers, the root,
+and the blocks of vectors that have one per rank. Plans solve a problem if and only if the renamed plans solve the
+renamed problem, as nothing in a plan depends on what a rank is called. The claim that operands are reduced in rank
+order does: a plan that makes it is never another plan, renamed.
 
-A comparison costs a fraction of a proof. It is used in two ways:
+A comparison costs a fraction of a proof. It saves two kinds of proof:
 
 - The same problem, all ranks: if rank s's plan is rank 0's renamed by s, for every s, it is enough to run rank 0.
 - Another root: if the plans for root t are those for root 0 renamed by t, they need no proof of their own.

@@ -1,9 +1,8 @@
-"""The plans of all ranks executed together on symbols; or one rank's plan for all, where plans are rotations of each
-other.
+"""Run: the plans of all ranks executed together on symbols; or one rank's plan for all, where plans are rotations.
 
-`Published` knows which step fetches which item, and what items wait for where memory for them is bounded.
+`Published` knows which step fetches which item, and what items wait for where memory for items is bounded.
 `check_shielded` proves that an item that may be read where it lies (`plan.summary.lendable`) is overwritten only once
-all who fetch it have done so.
+all ranks that fetch the item have done so.
 """
 
 from __future__ import annotations
@@ -326,8 +325,8 @@ class Published:
     def waits(self) -> Iterator[tuple[int, int]]:
         """Yield pairs of steps, the first of which waits for the second.
 
-        Fetches wait for their item. An item waits until those that lie longest have been fetched by all ranks that do,
-        so many that there is memory for it: it is freed from the oldest one on.
+        A fetch waits for its item. An item waits until there is memory for it, which is freed from the oldest item on:
+        until all fetches of the item `memory` items before it are done.
         """
         for memory, items in zip(self._memory, self.fetched, strict=True):
             for item, (publish, fetches) in enumerate(items):
@@ -363,10 +362,10 @@ def _check_covered(rank: int, published: Publish, fetches: Sequence[Fetch | Fetc
 
 
 def check_shielded(plans: Sequence[Plan], bases: Sequence[int], fetchers: Mapping[int, Sequence[int]]) -> None:
-    """Raise PlanError if a shielded item may be overwritten before all who fetch it have done so.
+    """Raise PlanError if a shielded item may be overwritten before all ranks that fetch it have done so.
 
-    Steps are numbered through all plans, rank r's from `bases[r]` on; `fetchers` are, by step that publishes, those
-    that fetch its item.
+    Steps are numbered through all plans, rank r's from `bases[r]` on; `fetchers` gives, for each step that publishes,
+    the steps that fetch its item.
     """
     claiming = [rank for rank, plan in enumerate(plans) if any(map(claims, plan.steps))] if fetchers else []
     if not claiming:

@@ -8,18 +8,19 @@
    items in order, and every element of one is fetched by some rank.
 3. Hazards: of two steps of a rank that touch the same elements, one of them writing, one waits for the other. So the
    result is the same in whatever order messages arrive.
-4. No deadlock, even if a send is done only when it has been received: no plan relies on buffering. Nor if there is
-   memory for as many items of each rank as the plan says (`Plan.outstanding_items`), and not for one more.
+4. No deadlock: no plan relies on buffering, so a send may be done only when it has been received. There may be memory
+   for only as many items of each rank as the plan says (`Plan.outstanding_items`).
 5. Data: nothing is read before it is written, operands of a reduction are the same elements of the vector, and the
    result has every rank's contribution exactly once (or, for moved blocks, exactly the right elements). Nothing is
    written in vain: it is read before it is overwritten, all of SCRATCH is, and moved elements are written once.
 6. all_reduce: all ranks evaluate the same expression for an element, so results are bit-identical.
-7. A claimed symmetry, block alignment or order of reduction holds, and that an item is shielded (`proof.run`).
+7. What the plan claims holds: a symmetry, block alignment, an order of reduction, and that items are shielded
+   (`proof.run`).
 
-`verify_rotated` shows the same of plans that are rotations of each other, from rank 0's alone: it compares every other
-rank's plan with rank 0's renamed (`proof.relabel`), which carries 1, 3 and 7 over to it, and then runs rank 0's plan
-for all of them in step (`run.RotatedRun`): one possible execution of all ranks and, by 3, as good as any. Plans are
-made one at a time and thrown away, so that p ranks with p steps each take memory for p steps.
+`verify_rotated` shows the same from rank 0's plan alone, for plans that are rotations of each other. It compares every
+other rank's plan with rank 0's, renamed (`proof.relabel`): so 1, 3 and 7 hold for it as well. Then it runs rank 0's
+plan for all ranks in step (`run.RotatedRun`). That is one possible execution of all ranks, and by 3 as good as any.
+Plans are made one at a time and thrown away, so that p ranks with p steps each take memory for p steps.
 
 Work is proportional to the steps, whatever the element counts. `proof.prove` says what is proven in which worlds, and
 how; `make prove` does it.

@@ -1,14 +1,14 @@
-"""Cost: the predicted time of every algorithm, by closed formulas.
+"""The predicted time of every algorithm, by closed formulas, and the sizes of chunk that shared memory suits.
 
 An algorithm takes as long as the longest of:
 
 - its longest path: alpha per message, beta per byte, gamma per byte reduced, one after another;
-- its busiest rank: what that rank cannot fill with work, and then all of its messages (overhead each), bytes (copied
-  into and out of the kernel) and reductions, on one thread;
+- its busiest rank: the waiting that the rank cannot fill with work, and then all of its messages (overhead each), bytes
+  (copied into and out of the kernel) and reductions, on one thread;
 - the busiest host, where it has more ranks than cores: the work of all its ranks together, on its cores;
 - the busiest link: a rank's port, or the card that a host's ranks share.
 
-Through shared memory there are no links, and waking up instead of messages (`cost.load.SharedLoad`).
+Through shared memory there are no links, and wake-ups instead of messages (`cost.load.SharedLoad`).
 
 The event simulator knows more (which rank waits for which); a formula costs microseconds, in worlds of any size.
 """
@@ -174,9 +174,9 @@ _SLICED: Final = ("all_reduce", "reduce", "reduce_scatter", "all_to_all", "scatt
 
 
 def largest_item_bytes(lane_bytes: int, outstanding_items: int) -> int:
-    """Bytes of an item of which a lane always has room for so many, whatever the order they are freed in.
+    """The longest item of which a lane always has room for `outstanding_items`, in whatever order they are freed.
 
-    Items lie behind one another and are not cut: one may not fit at the end, nor before the oldest at the beginning.
+    Items lie behind one another and are not cut: one may fit neither at the end nor before the oldest at the beginning.
     """
     return lane_bytes // (outstanding_items + 1) // _ALIGNMENT * _ALIGNMENT if outstanding_items > 1 else lane_bytes
 

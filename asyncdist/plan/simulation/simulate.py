@@ -1,25 +1,29 @@
 """How long a collective takes with given constants, for worlds of any size.
 
-1. Events (`simulation.events`), exact: the plans of all ranks are run together. 2. Rotation, exact: the plans of all
-ranks are those of a few ranks with peers moved on. - A plan that claims `Symmetry.ROTATION` does on rank r + 1 what it
-does on rank r, with peers and blocks moved on by one: one rank stands for all. In a two-dimensional ring the same holds
-along rows and along columns. - Where hosts make a difference, the ranks of one host stand for those of all. What rank r
-gets from rank q at some time, the rank that stands for r gets at that time from the one that stands for q. 3. Growth:
-the time of a world of more than `EXACT_WORLD` ranks follows from the times of smaller worlds. A world of 24,576 ranks
-has 10^6 steps with the best algorithms and 10^9 with a ring, but all of them repeat themselves. - ROUNDS: each rank
-more is a round more (rings), a hop more (chains), a message more (linear, pairwise). Time is a straight line over the
-world from a few ranks on, with the bytes of a round kept as they are. - LEVELS: each doubling of the world is a round
-more (recursive doubling, halving, circulant graphs, dissemination) or a level more (trees). Time grows by what that
-round or level adds; small worlds show how much that is.
+1. Events (`simulation.events`), exact: the plans of all ranks are run together.
+2. Rotation, exact: the plans of all ranks are those of a few ranks, with peers moved on.
+3. Growth: the time of a world of more than `EXACT_WORLD` ranks follows from the times of smaller worlds.
 
-What is kept while the world grows is the whole vector, or the length of a rank's block. With blocks the rounds that
-doubling adds are those of the shortest messages: growing from p to 2p ranks with m bytes adds what growing from p/2 to
-p adds with m/2 bytes, as the blocks are as long.
+Rotation. A plan that claims `Symmetry.ROTATION` does on rank r + 1 what it does on rank r, with peers and blocks moved
+on by one: one rank stands for all. In a two-dimensional ring the same holds along rows and along columns. Where hosts
+make a difference, the ranks of one host stand for the ranks of all hosts. What rank r gets from rank q at some time,
+the rank that stands for r gets at that time from the rank that stands for q.
 
-Where ranks share hosts the number of hosts grows. What a level adds is not always the same: the skips of a circulant
-graph are even or odd, and what goes up one of two trees meets what goes down the other in some worlds and not in those
-twice and half as large. So several levels are looked at together. In trees over few hosts most hosts are the root or
-leaves and nothing meets, so such worlds show nothing.
+Growth. A world of 24,576 ranks has 10^6 steps with the best algorithms and 10^9 with a ring, but all of them repeat
+themselves.
+
+- ROUNDS: each rank more is a round more (rings), a hop more (chains), a message more (linear, pairwise). Time is a
+  straight line over the world from a few ranks on, with the bytes of a round kept as they are.
+- LEVELS: each doubling of the world is a round more (recursive doubling, halving, circulant graphs, dissemination) or
+  a level more (trees). Time grows by what that round or level adds; small worlds show how much that is.
+
+While the world grows, the whole vector is kept, or the length of a rank's block. With blocks the rounds that doubling
+adds are those of the shortest messages: growing from p to 2p ranks with m bytes adds what growing from p/2 to p adds
+with m/2 bytes, as the blocks are as long. Where ranks share hosts, the number of hosts grows.
+
+What a level adds is not always the same. The skips of a circulant graph are even or odd; what goes up one of two trees
+meets what goes down the other in some worlds, and not in worlds twice or half as large. So several levels are looked at
+together. In trees over few hosts most hosts are the root or leaves and nothing meets: such worlds show nothing.
 
 The result depends on the arguments alone, to the last bit. A `Sweep` is the cells of a table or plot.
 """
@@ -298,7 +302,7 @@ def growth_of(problem: Problem, algorithm: str) -> Growth:
 
 
 def grow(problem: Problem, growth: Growth, timing: Timing, base_ranks: int) -> float:
-    """Return the seconds of a problem from those of worlds of about `base_ranks` ranks at most, which `timing` says."""
+    """Return the seconds of a problem from those of worlds of at most about `base_ranks` ranks, by `timing`."""
     if growth.pace is Pace.ROUNDS:
         return _line(problem, growth, timing)
     return _levels(problem, growth, timing, base_ranks)
