@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Final
 
 from asyncdist.plan.chunks import offsets
@@ -148,17 +149,15 @@ class Run:
 
     def _order(self) -> tuple[list[int], list[list[int] | tuple[()]]]:
         """How many steps each step waits for, and the steps that wait for it."""
-        waiting = [len(step.after) for step in self._steps]
+        waiting = [0] * len(self._steps)
         followers: list[list[int] | tuple[()]] = [()] * len(self._steps)
-        for base, plan in zip(self.bases, self.plans, strict=False):
-            for number, step in enumerate(plan.steps, base):
-                for other in step.after:
-                    known = followers[base + other]
-                    if isinstance(known, tuple):
-                        followers[base + other] = [number]
-                    else:
-                        known.append(number)
-        for number, earlier in self._published.waits():
+        own = (
+            (number, base + earlier)
+            for base, plan in zip(self.bases, self.plans, strict=False)
+            for number, step in enumerate(plan.steps, base)
+            for earlier in step.after
+        )
+        for number, earlier in chain(own, self._published.waits()):
             waiting[number] += 1
             known = followers[earlier]
             if isinstance(known, tuple):

@@ -271,13 +271,8 @@ def _check_items(plan: Plan) -> None:
     if not any(type(step) is Publish for step in plan.steps):
         return
     items = 0
-    earlier: list[int] = []
     last = NOBODY
-    for index, step in enumerate(plan.steps):
-        before = 0
-        for other in step.after:
-            before |= earlier[other] | 1 << other
-        earlier.append(before)
+    for index, (step, before) in enumerate(zip(plan.steps, _before(plan), strict=True)):
         if not isinstance(step, Publish):
             continue
         if step.item != items:
@@ -337,12 +332,7 @@ def check_hazards(plan: Plan) -> None:
     cells = _cells(plan)
     writers = tuple([NOBODY] * len(cell) for cell in cells)
     readers = tuple([0] * len(cell) for cell in cells)
-    earlier: list[int] = []
-    for index, step in enumerate(plan.steps):
-        before = 0
-        for other in step.after:
-            before |= earlier[other] | 1 << other
-        earlier.append(before)
+    for index, (step, before) in enumerate(zip(plan.steps, _before(plan), strict=True)):
         kind = type(step)
         if kind not in WRITE_ONLY:
             source = step.source  # type: ignore[union-attr]
@@ -369,6 +359,17 @@ def check_hazards(plan: Plan) -> None:
     for writer, reading in zip(writers[Buffer.SCRATCH], readers[Buffer.SCRATCH], strict=True):
         if writer >= 0 and not reading:
             raise PlanError(f"what step {writer} writes to SCRATCH is never read")
+
+
+def _before(plan: Plan) -> Iterator[int]:
+    """Yield, as bits for each step, the steps that are done before it begins."""
+    earlier: list[int] = []
+    for step in plan.steps:
+        before = 0
+        for other in step.after:
+            before |= earlier[other] | 1 << other
+        earlier.append(before)
+        yield before
 
 
 def _cells(plan: Plan) -> tuple[dict[int, int], ...]:
