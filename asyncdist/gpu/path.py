@@ -22,7 +22,6 @@ import numpy as np
 from asyncdist.collectives.arguments.call import Call, barrier
 from asyncdist.collectives.arguments.items import Terms, all_gather_array
 from asyncdist.collectives.backend import CollectiveWork
-from asyncdist.collectives.executor.buffers import ScratchPool
 from asyncdist.collectives.host.backend import HostBackend
 from asyncdist.concurrency.integers import derive_group_id
 from asyncdist.cuda import Nccl, Provider, Runtime

@@ -89,7 +89,6 @@ class HostBackend(GroupBackend):
     ) -> None:
         super().__init__(mesh, group_id, ranks, rank)
         self.loop = loop
-        self.pool = pool
         self.peers: list[PeerCore | None] = [None] * len(ranks)
         self.resources = Resources(loop, self.peers, pool)
         """Connections by group rank, of the ranks that some program has named."""

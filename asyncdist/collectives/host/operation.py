@@ -182,7 +182,7 @@ class Operation(Execution):
         if nbytes <= SPARE_BYTES:
             self._spare = spares.pop() if spares else FlatBuffer(np.empty(count, dtype))
             return self._spare
-        self._scratch = self._backend.pool.take(nbytes)
+        self._scratch = self._backend.resources.pool.take(nbytes)
         return FlatBuffer(self._scratch.view(dtype))
 
 

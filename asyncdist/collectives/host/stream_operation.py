@@ -165,7 +165,7 @@ class _Chunk(Execution):
             target = BlockBuffer([block[start:stop] for block in call.blocks])
         staging: Bound = NO_BUFFER
         if program.plan.scratch_count:
-            self._scratch = backend.pool.take(program.plan.scratch_count * call.dtype.itemsize)
+            self._scratch = backend.resources.pool.take(program.plan.scratch_count * call.dtype.itemsize)
             staging = FlatBuffer(self._scratch.view(call.dtype))
         buffers, fingerprint = (source, target, staging), owner.recipe.fingerprint
         super().__init__(backend.resources, program, buffers, owner.prefix, fingerprint, call.dtype.itemsize)

@@ -355,10 +355,10 @@ def test_an_operation_that_cannot_start_is_told_to_the_others() -> None:
         x = np.ones(200_000)
         if group.rank == 1:
             backend: Any = group._core._backend
-            backend.pool = ShortPool(group, 0)
+            backend.resources = backend.resources._replace(pool=ShortPool(group, 0))
             with pytest.raises(MemoryError):
                 group.reduce(x, 0)
-            backend.pool = group.world.pool
+            backend.resources = backend.resources._replace(pool=group.world.pool)
         else:
             refused = await outcome(group.reduce(x, 0))
             assert group.rank != 0 or isinstance(refused, dist.CollectiveMismatchError)
@@ -373,7 +373,7 @@ def test_an_operation_that_fails_on_the_way_ends_the_group_and_no_connection() -
         await group.barrier()
         if group.rank == 1:
             backend: Any = group._core._backend
-            backend.pool = ShortPool(group, 1)
+            backend.resources = backend.resources._replace(pool=ShortPool(group, 1))
         with pytest.raises(dist.DistError, match="no scratch") as failed:
             await group.all_reduce(np.zeros(3_000_000))
         if group.rank == 1:
