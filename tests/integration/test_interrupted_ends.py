@@ -90,8 +90,8 @@ async def test_a_backend_that_cannot_be_made_leaves_no_socket(monkeypatch: pytes
 async def test_who_cannot_listen_is_named_on_all_ranks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     listen = Mesh.listen
 
-    async def unable(self: Mesh, ips: Sequence[str], **options: bool) -> PeerAddress:
-        return await listen(self, ["192.0.2.213"] if self.rank == 1 else ips, **options)
+    async def unable(self: Mesh, ips: Sequence[str], *rest: Any, **options: bool) -> PeerAddress:
+        return await listen(self, ["192.0.2.213"] if self.rank == 1 else ips, *rest, **options)
 
     monkeypatch.setattr(Mesh, "listen", unable)
     store = DistantStore(HashStore())  # type: ignore[abstract] # its verbs are made there
