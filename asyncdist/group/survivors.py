@@ -10,7 +10,7 @@ from typing import Final, Self
 from asyncdist.concurrency.deadline import Deadline
 from asyncdist.concurrency.integers import spell_ranks
 from asyncdist.errors import CollectiveTimeoutError, DistError, GroupAbortedError
-from asyncdist.group.agreement import Agreement, Step
+from asyncdist.group.consensus import Consensus, Step
 from asyncdist.world.control import Shrink
 from asyncdist.world.world import World
 
@@ -39,7 +39,7 @@ class Survivors:
         self._ranks = ranks
         self._losses: list[RankLost] = []
         self._waiting: set[asyncio.Future[None]] = set()
-        self._agreements: dict[int, Agreement] = {}
+        self._agreements: dict[int, Consensus] = {}
         self._ended = 0
         self._closed = False
 
@@ -116,9 +116,9 @@ class Survivors:
             self._agreement(message.number).hear(sender, step)
             self._wake()
 
-    def _agreement(self, number: int) -> Agreement:
+    def _agreement(self, number: int) -> Consensus:
         if number not in self._agreements:
-            self._agreements[number] = Agreement(
+            self._agreements[number] = Consensus(
                 self._world.rank, self._ranks, lambda rank, step: self._send(number, rank, step)
             )
             self._agreements.pop(number - AGREEMENTS_KEPT, None)

@@ -1,4 +1,4 @@
-"""Every algorithm, by collective and name: a file of `plan.algorithms` is one line here.
+"""Every algorithm, by collective and name: a file of `plan.algorithms` is imported here, and named in `_MODULES`.
 
 Most exchange messages. Those through shared memory need a lane: memory that all ranks of the group share.
 """

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from fewer_cases import examples
 
-from asyncdist.group.agreement import Agreement, Step
+from asyncdist.group.consensus import Consensus, Step
 
 SEEDS = examples(60)
 
@@ -24,7 +24,7 @@ class Simulation:
         self.broken: set[frozenset[int]] = set()
         self.wires: dict[tuple[int, int], deque[Step | None]] = {}  # None: the other one is lost
         self.crash_after: dict[int, int] = {}  # a rank dies once it has sent so much more
-        self.agreements = {rank: Agreement(rank, self.members, self.sender(rank)) for rank in self.members}
+        self.agreements = {rank: Consensus(rank, self.members, self.sender(rank)) for rank in self.members}
         self.waiting = list(self.members)  # to begin
         self.gone: dict[int, set[int]] = {rank: set() for rank in self.members}  # what a rank knows to be lost
 

@@ -1,4 +1,4 @@
-"""Agreement: the ranks that are left of a group agree on who they are, also when more of them die meanwhile.
+"""Consensus: the ranks that are left of a group agree on who they are, also when more of them die meanwhile.
 
 The lowest rank that is left leads. It calls all others, and each reports which ranks it has lost, and what it has
 accepted before. Once all that are left have reported, the leader proposes who stays: what a report says was accepted
@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Final, NamedTuple
 
-__all__ = ["ACCEPT", "CALL", "DECIDE", "PROPOSE", "REPORT", "STEPS", "Agreement", "Step"]
+__all__ = ["ACCEPT", "CALL", "DECIDE", "PROPOSE", "REPORT", "STEPS", "Consensus", "Step"]
 
 CALL: Final = "call"
 REPORT: Final = "report"
@@ -42,7 +42,7 @@ class Step(NamedTuple):
     lost: tuple[int, ...] = ()
 
 
-class Agreement:
+class Consensus:
     """One member's part. `decided` is what all that are left agree on, None until then."""
 
     def __init__(self, rank: int, members: Sequence[int], send: Callable[[int, Step], None]) -> None:
