@@ -15,7 +15,7 @@ from asyncdist.plan.steps import RepeatedSteps
 async def main():
     async with dist.init_process_group() as group:
         world, rank = group.size, group.rank
-        part = 300_000 * 4 // world + 1  # elements of 8 bytes: a hundred chunks or so in all, the last ones short
+        part = (600_000 if world > 3 else 300_000) * 4 // world + 1  # of 8 bytes: some hundred chunks, the last short
         count = part * world
 
         def data(length, who):
