@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rest torch retest mistakes check bench prove sim soak multinode gpu clean
+.PHONY: help demo test test-rest torch mpi retest mistakes check bench prove sim soak multinode gpu clean
 
 help:
 	@echo "make demo       train on handwritten digits with 4 ranks"
@@ -75,6 +75,14 @@ $(VENV)/.torch: pyproject.toml | $(VENV)/.dev
 	@$(PIP) install $$($(BIN)/python -c 'import tomllib; \
 	  extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
 	  print(*[one for one in extras["peers"] if one.startswith("torch")])')
+	@touch $@
+
+# mpi4py, for tests that need it and the system's MPI.
+mpi: $(VENV)/.mpi
+$(VENV)/.mpi: pyproject.toml | $(VENV)/.dev
+	@echo "installing mpi4py into $(VENV)"
+	@$(PIP) install $$($(BIN)/python -c 'import tomllib; \
+	  print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["mpi"])')
 	@touch $@
 
 retest: $(VENV)/.dev
