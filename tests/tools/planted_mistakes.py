@@ -157,8 +157,8 @@ MISTAKES = (
     ),
     Mistake(
         "an expired request that is never answered",
-        "        while (deadline := self.next()) is not None and deadline <= now:\n",
-        "        while (deadline := self.next()) is not None and deadline < now:\n",
+        "        while (soonest := self.next()) is not None and soonest <= now:\n",
+        "        while (soonest := self.next()) is not None and soonest < now:\n",
         ("tests/unit/server",),
     ),
     Mistake(
