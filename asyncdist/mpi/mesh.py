@@ -337,7 +337,7 @@ class MpiMesh(BaseMesh):
             self._moved(rank)
 
     def _awaits(self) -> bool:
-        return bool(self._any_source.table) or any(
+        return bool(self._any_source.entries) or any(
             not peer.ended and (peer.core.expects or peer.core.has_output) for peer in self._peers.values()
         )
 

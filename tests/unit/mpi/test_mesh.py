@@ -7,11 +7,14 @@ from collections.abc import Sequence
 
 import pytest
 from fake_mpi import FakeMpi
+from mesh_world import Done
 from transport_conformance import MESH_CHECKS, MeshCheck, Rank
 
 from asyncdist.mpi.library import open_meshes
 from asyncdist.mpi.mesh import MpiMesh
 from asyncdist.transport.base_mesh import MeshOwner
+from asyncdist.transport.protocol.frame import POINT_TO_POINT, pack_key
+from asyncdist.transport.protocol.operations import Receive
 
 
 @pytest.mark.parametrize("check", MESH_CHECKS, ids=lambda check: check.__name__)
@@ -35,6 +38,21 @@ async def test_the_communicators_of_all_are_for_one_group() -> None:
     assert mesh.take_communicators((0, 1)) == (mpi.comms[0], mpi.comms[1])
     assert mesh.take_communicators((0, 1)) is None
     assert mesh.spinner is None  # ASYNCDIST_SPIN_US=0
+
+
+async def test_a_mesh_that_waits_for_nothing_says_so() -> None:
+    """Else MPI would be asked five times as often while nothing is under way."""
+    mpi = FakeMpi(2)
+    mesh = MpiMesh(mpi, 0, 2, Rank(), 0.0, (mpi.comms[0], None))
+    await mesh.listen()
+    receive = Receive(pack_key(1, 0, 0, 0, POINT_TO_POINT), memoryview(bytearray(1)), Done(), None)
+    assert not mesh.progress._awaited()
+    mesh.post_receive_any([0, 1], receive)
+    assert mesh.progress._awaited()
+    assert mesh.withdraw(receive)
+    assert not mesh.progress._awaited()
+    mesh.abort()
+    await asyncio.sleep(0)
 
 
 async def test_a_process_that_ends_tells_all_and_takes_its_receives_back() -> None:
