@@ -27,7 +27,7 @@ SPIN_S: Final = 300e-6
 SPIN_S_PER_BYTE: Final = 2e-9
 """The same for each byte that moves: MPI moves no byte between two questions, and 500 MB/s is slow for it."""
 PAUSE_S: Final = 8e-3
-"""Longest sleep while something is under way: 3 to 4 % of a core, as a wake-up takes 0.3 ms of it."""
+"""Longest sleep while something is under way: some 2 % of a core, by `python -m bench.mpi`."""
 IDLE_S: Final = 40e-3
 """Longest sleep while nothing is."""
 _FIRST_PAUSE_S: Final = 1e-3

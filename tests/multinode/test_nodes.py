@@ -56,15 +56,16 @@ def test_a_node_that_is_killed_is_named(hosts: Hosts) -> None:
     assert hosts.ended("node1") in KILLED
 
 
-def test_a_node_that_is_stopped_for_a_moment_goes_on(hosts: Hosts) -> None:
+@pytest.mark.parametrize(("away", "back"), [("pause", "resume"), ("cut", "mend")])
+def test_a_node_that_is_away_for_a_moment_goes_on(hosts: Hosts, away: str, back: str) -> None:
     hosts.start_store()
     start_job(hosts, "programs/steps.py", "100", "0.05")
     hosts.until_said("node0", "step 5$")
-    hosts.pause("node1")
+    getattr(hosts, away)("node1")
     before = step_of(hosts)
     time.sleep(3)
     assert step_of(hosts) <= before + 1
-    hosts.resume("node1")
+    getattr(hosts, back)("node1")
     assert_all_end_well(hosts)
 
 
@@ -88,18 +89,6 @@ def test_a_host_that_is_cut_off_is_named(hosts: Hosts) -> None:
     for name in ("node0", "node2"):
         hosts.until_said(name, r"lost rank [23]: its host has acknowledged nothing for 3 s", within_s=20)
     assert [hosts.ended(name) for name in NODES] == [1, 1, 1]
-
-
-def test_a_host_that_is_cut_off_for_a_moment_goes_on(hosts: Hosts) -> None:
-    hosts.start_store()
-    start_job(hosts, "programs/steps.py", "100", "0.05")
-    hosts.until_said("node0", "step 5$")
-    hosts.cut("node1")
-    before = step_of(hosts)
-    time.sleep(3)
-    assert step_of(hosts) <= before + 1
-    hosts.mend("node1")
-    assert_all_end_well(hosts)
 
 
 def test_a_job_goes_on_while_its_store_restarts_and_the_store_forgets_nothing(hosts: Hosts) -> None:

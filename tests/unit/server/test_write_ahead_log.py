@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from sqlite_journal_kit import NOTE, batch, damage, opened, values, written
+from sqlite_journal_kit import NOTE, batch, damage, damages_found, opened, written
 
 from asyncdist_server.journal import sqlite_journal, write_ahead_log
 from asyncdist_server.journal.batch import CLEAN, Batch
@@ -194,18 +194,8 @@ def test_one_that_was_read_by_other_than_a_daemon_is_not_gone(tmp_path: Path) ->
 def test_every_damaged_byte_of_it_is_found_or_harmless(tmp_path: Path) -> None:
     written(tmp_path / "data", close=False)
     size = (tmp_path / "data" / "journal.sqlite-wal").stat().st_size
-    found = 0
-    for offset in [*range(56), *range(56, size, 397)]:  # each of the headers of the file and of the first page
-        copy = tmp_path / f"damaged-{offset}"
-        shutil.copytree(tmp_path / "data", copy)
-        damage(copy / "journal.sqlite-wal", offset)
-        try:
-            journal, rows = opened(copy)
-        except JournalError:
-            found += 1
-            continue
-        assert values(rows) == [b"v%d" % number * 400 for number in range(1, 6)]
-        journal.close()
+    offsets = [*range(56), *range(56, size, 397)]  # each of the headers of the file and of the first page
+    found = damages_found(tmp_path / "data", "journal.sqlite-wal", offsets)
     assert found > size // 397 // 2
 
 

@@ -234,32 +234,32 @@ def lending(key: bytes = p2p(1), *, early: bool = False, hold: bool = False) -> 
 
 
 @shows("send: OFFERED EXPOSED SENT", "stream: TRAVELS COPYING COPIED", "receive: STREAMING RECEIVED")
-def lent() -> None:
+def exposed() -> None:
     lending().run()
 
 
 @shows("send: POSTED EXPOSED SENT")
-def lent_to_an_early_pull() -> None:
+def exposed_to_an_early_pull() -> None:
     lending(collective(1), early=True).run()
 
 
 @shows("send: HELD EXPOSED SENT")
-def held_and_lent() -> None:
+def held_and_exposed() -> None:
     lending(collective(1), hold=True).run()
 
 
 @shows("send: EXPOSED FAILED")
-def lost_while_lent() -> None:
+def lost_while_exposed() -> None:
     lending().a.fail(LOST)
 
 
 @shows("send: EXPOSED DROPPED")
-def dropped_while_lent() -> None:
+def dropped_while_exposed() -> None:
     lending().drop_group(0)
 
 
 @shows("send: EXPOSED STREAMING SENT", "stream: COPYING REFUSED")
-def lent_and_unreadable() -> None:
+def exposed_and_unreadable() -> None:
     with mock.patch.object(RemoteBytes, "read", side_effect=Unreadable("no", gone=False)):
         pair = ZeroCopyPair(reading=(0, 1))
         pair.run()

@@ -1,4 +1,4 @@
-"""Messages that are lent instead of sent: the receiver copies them from the sender's memory; all else is as ever."""
+"""Messages that are exposed instead of sent: the receiver copies them from the sender's memory; all else is as ever."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def test_a_peer_that_cannot_map_it_is_sent_everything(pair: ZeroCopyPair) -> Non
     assert sum(pair.ab.written) > 2 * LARGE
 
 
-@pytest.mark.parametrize(("length", "lent"), [(ZERO_COPY_BYTES, True), (ZERO_COPY_BYTES - 1, False)])
-def test_short_messages_are_sent(pair: ZeroCopyPair, length: int, lent: bool) -> None:
+@pytest.mark.parametrize(("length", "exposed"), [(ZERO_COPY_BYTES, True), (ZERO_COPY_BYTES - 1, False)])
+def test_short_messages_are_sent(pair: ZeroCopyPair, length: int, exposed: bool) -> None:
     sink, data = Recorder(), pair.sides[0].array(ZERO_COPY_BYTES)
     pair.mapped(data)
     before = sum(pair.ab.written)
@@ -88,7 +88,7 @@ def test_short_messages_are_sent(pair: ZeroCopyPair, length: int, lent: bool) ->
     post(pair.a, sink, p2p(1), data[:length], "sent")
     pair.run()
     assert sink.arrays["got"] == data[:length]
-    assert (sum(pair.ab.written) - before < 1000) is lent
+    assert (sum(pair.ab.written) - before < 1000) is exposed
 
 
 def test_ordinary_arrays_are_sent(pair: ZeroCopyPair) -> None:
@@ -137,7 +137,7 @@ def test_a_sender_that_drops_it_fails_the_receiver_even_if_all_is_copied(pair: Z
     assert pair.a.statistics()["streams_out"] == pair.b.statistics()["streams_in"] == 0
 
 
-def test_a_lent_frame_that_was_not_written_yet_never_is(pair: ZeroCopyPair) -> None:
+def test_an_exposed_frame_that_was_not_written_yet_never_is(pair: ZeroCopyPair) -> None:
     sink, data = Recorder(), pair.sides[0].array(LARGE)
     pair.mapped(data)
     receive(pair.b, sink, p2p(1), LARGE, "got")
@@ -200,7 +200,7 @@ def test_loss_fails_both_ends(pair: ZeroCopyPair) -> None:
     assert bytes(sink.arrays["got"]) == so_far
 
 
-def test_goodbye_waits_for_what_is_lent(pair: ZeroCopyPair) -> None:
+def test_goodbye_waits_for_what_is_exposed(pair: ZeroCopyPair) -> None:
     sink = Recorder()
     start(pair, sink)
     pair.a.goodbye()
@@ -304,7 +304,7 @@ class TestHostile:
         with pytest.raises(RemoteProtocolError):
             self.feed(pair, frame)
 
-    def test_returning_what_was_not_lent(self, pair: ZeroCopyPair) -> None:
+    def test_returning_what_was_not_exposed(self, pair: ZeroCopyPair) -> None:
         sink = Recorder()
         send(pair.b, sink, p2p(1), bytes(LARGE), "sent")
         pair.ba.capacity = 0

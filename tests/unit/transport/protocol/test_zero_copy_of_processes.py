@@ -108,7 +108,7 @@ class TestAgreeing:
         assert moved(pair, ordinary()) > LARGE
         pair.close()
 
-    def test_memory_that_the_kernel_reads_for_nobody_is_not_lent(
+    def test_memory_that_the_kernel_reads_for_nobody_is_not_exposed(
         self, pair: ZeroCopyPair, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(OwnMemory, "readable", lambda *_place: False)
@@ -125,7 +125,7 @@ class TestAgreeing:
         assert pair.sides[1].zero_copy.reads
         pair.close()
 
-    def test_nothing_is_lent_once_the_connection_is_closed(self, pair: ZeroCopyPair) -> None:
+    def test_nothing_is_exposed_once_the_connection_is_closed(self, pair: ZeroCopyPair) -> None:
         zero_copy = pair.sides[1].zero_copy
         zero_copy.close()
         assert not zero_copy.reads
@@ -168,7 +168,7 @@ def break_reading(pair: ZeroCopyPair, side: int) -> None:
 
 
 class TestUnreadable:
-    """What was lent, and then cannot be read, travels."""
+    """What was exposed, and then cannot be read, travels."""
 
     @pytest.fixture
     def failing(self, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -434,7 +434,7 @@ class TestHostile:
         with pytest.raises(RemoteProtocolError):
             self.feed(pair, frame)
 
-    def test_it_says_that_what_it_was_not_lent_cannot_be_read(self, pair: ZeroCopyPair) -> None:
+    def test_it_says_that_what_it_was_not_exposed_cannot_be_read(self, pair: ZeroCopyPair) -> None:
         send(pair.b, Recorder(), p2p(1), bytes(ZERO_COPY_BYTES), "sent")
         pair.ba.capacity = 0
         self.feed(pair, pack_header(Kind.PULL, message_id=1))
