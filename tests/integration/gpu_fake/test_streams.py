@@ -171,15 +171,15 @@ def test_arrays_live_until_the_gpu_is_through_with_them() -> None:
 @punctual
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 def test_slow_kernels_do_not_block_the_loop(loop: str) -> None:
-    """What one turn of the loop costs this thread; other threads' time is not its own."""
+    """Where the loop waits for a kernel, one of its turns lasts as long as the kernel."""
 
-    async def main(at: GpuRank) -> list[float]:
+    async def main(at: GpuRank) -> float:
         await dist.all_reduce(at.zeros(1), group=at.group)
-        event_loop, turns, before = asyncio.get_running_loop(), [0.0], [time.thread_time()]
+        event_loop, turns, before = asyncio.get_running_loop(), [0.0], [time.perf_counter()]
         stopped = False
 
         def turn() -> None:
-            now = time.thread_time()
+            now = time.perf_counter()
             turns.append(now - before[0])
             before[0] = now
             if not stopped:
@@ -190,11 +190,10 @@ def test_slow_kernels_do_not_block_the_loop(loop: str) -> None:
             write_late(at, x := at.zeros(4), 1)
             await dist.all_reduce(x, group=at.group)
         stopped = True
-        return sorted(turns)
+        return max(turns)
 
-    (turns,) = run_gpu(1, main, loop=loop)
-    assert_within(0.001, turns[-3])  # but for two, in which garbage may have been collected
-    assert_within(0.01, turns[-1])
+    (longest,) = run_gpu(1, main, loop=loop)
+    assert_within(LONG_S / 2, longest)
 
 
 def test_two_tasks_with_tags_of_their_own() -> None:
