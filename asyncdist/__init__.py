@@ -57,6 +57,7 @@ from asyncdist.api.groups import (
     shrink_group,
     split_group,
 )
+from asyncdist.api.mesh import DeviceMesh, init_device_mesh
 from asyncdist.api.objects import (
     all_gather_array,
     all_gather_object,
@@ -163,6 +164,7 @@ __all__ = [
     "CollectiveTimeoutError",
     "ConnectTimeoutError",
     "DataPartitioner",
+    "DeviceMesh",
     "DistBackendError",
     "DistError",
     "DistNetworkError",
@@ -244,6 +246,7 @@ __all__ = [
     "get_process_group_ranks",
     "get_rank",
     "get_world_size",
+    "init_device_mesh",
     "init_process_group",
     "irecv",
     "is_available",

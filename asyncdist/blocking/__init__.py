@@ -31,6 +31,7 @@ from asyncdist.blocking.group import (
     is_initialized,
 )
 from asyncdist.blocking.lifting import P2POp, asked, collective, completed, issued
+from asyncdist.blocking.mesh import DeviceMesh, init_device_mesh
 from asyncdist.blocking.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
 from asyncdist.blocking.work import ChunkStream, Work
 from asyncdist.collectives.backend import Backend
@@ -72,6 +73,7 @@ __all__ = [
     "CollectiveTimeoutError",
     "ConnectTimeoutError",
     "DataPartitioner",
+    "DeviceMesh",
     "DistBackendError",
     "DistError",
     "DistNetworkError",
@@ -144,6 +146,7 @@ __all__ = [
     "get_process_group_ranks",
     "get_rank",
     "get_world_size",
+    "init_device_mesh",
     "init_process_group",
     "irecv",
     "is_available",

@@ -100,6 +100,8 @@ def test_groups_are_handles(alone: dist.ProcessGroup) -> None:
     dist.barrier(sub)
     mine, every = dist.new_subgroups(1)
     assert every == [mine]
+    mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    assert mesh["tp", "dp"].flatten("both").get_group().all_reduce(x) is x
     dist.destroy_process_group(sub)
     with pytest.raises(asyncdist.ClosedError, match="is closed"):
         dist.barrier(group=sub)
