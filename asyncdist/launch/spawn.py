@@ -1,7 +1,7 @@
 """`asyncdist.spawn`: N processes from one program, as torch.multiprocessing.spawn.
 
 `fn` and `args` reach the children by multiprocessing's own pickle, from this program to its own children; nothing
-else is pickled: a child's traceback comes back as text.
+else is pickled: a child's traceback comes back as text, its result as the objects of `all_gather_object` do.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Final, Literal, overload
 
 import asyncdist_server
+from asyncdist.arrays import objects
 from asyncdist.concurrency.loop import run
 from asyncdist.concurrency.trace import warn_of_misspelt
 from asyncdist.errors import LaunchError
@@ -35,9 +36,12 @@ from asyncdist_server.wire.auth import load_token
 __all__ = ["SpawnContext", "spawn"]
 
 MAX_TRACEBACK_BYTES: Final = 32 * 1024
-"""Of a child's traceback, from its end: it must fit into a pipe that is not read before the child has ended."""
+"""Of a child's traceback, from its end."""
 
 _KILL_WAIT_S: Final = 5.0
+
+_RESULT: Final = b"result"
+_TRACEBACK: Final = b"traceback"
 
 
 class SpawnContext:
@@ -45,8 +49,10 @@ class SpawnContext:
 
     def __init__(self, hosted: asyncdist_server.ThreadedServer | None) -> None:
         self.processes: list[BaseProcess] = []
-        self._errors: list[Connection] = []
-        self._texts: list[str] = []  # what came by them, once they are closed
+        self.results: list[Any] = []
+        """What the ranks have returned, in rank order; None of those that have not ended well."""
+        self._pipes: list[Connection | None] = []  # None: read
+        self._tracebacks: list[str] = []
         self._hosted = hosted
         self._failed: int | None = None
 
@@ -68,21 +74,26 @@ class SpawnContext:
             if self._look() is not None or not running:
                 break
             remaining_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
-            sentinels = [process.sentinel for process in running]
-            if not multiprocessing.connection.wait(sentinels, remaining_s):
+            awaited: list[Connection | int] = [pipe for pipe in self._pipes if pipe is not None]
+            awaited += [process.sentinel for process in running]
+            ready = multiprocessing.connection.wait(awaited, remaining_s)
+            if not ready:
                 return False
+            for rank, pipe in enumerate(self._pipes):
+                if pipe in ready:
+                    self._read(rank)
         if self._failed is None:
             self._release()
             return True
         by_themselves = self._end(DEFAULT_GRACE_S if grace_period is None else grace_period)
         self._release()
         failed = self._first_cause(by_themselves)
-        raise _launch_error(failed, self.processes[failed], self._texts[failed])
+        raise _launch_error(failed, self.processes[failed], self._tracebacks[failed])
 
     def _first_cause(self, ranks: Sequence[int]) -> int:
         """The rank that failed first, but one of `ranks` that says no such thing if that says that another failed."""
         assert self._failed is not None
-        consequences = [is_consequence(text.encode().splitlines()) for text in self._texts]
+        consequences = [is_consequence(text.encode().splitlines()) for text in self._tracebacks]
         causes = (rank for rank in ranks if not consequences[rank])
         return next(causes, self._failed) if consequences[self._failed] else self._failed
 
@@ -121,11 +132,22 @@ class SpawnContext:
                 failed = [rank for rank, process in enumerate(self.processes) if process.exitcode]
         return failed
 
+    def _read(self, rank: int) -> None:
+        """Read what the child has left for us, a result or a traceback, if it has left anything."""
+        pipe, self._pipes[rank] = self._pipes[rank], None
+        assert pipe is not None
+        with pipe, contextlib.suppress(EOFError, OSError):
+            if pipe.poll():
+                ended_well, data = pipe.recv_bytes() == _RESULT, pipe.recv_bytes()
+                if ended_well:
+                    self.results[rank] = objects.decode(memoryview(data))
+                else:
+                    self._tracebacks[rank] = data.decode(errors="replace")
+
     def _release(self) -> None:
-        self._texts += map(_read_text, self._errors)
-        for connection in self._errors:
-            connection.close()
-        self._errors = []
+        for rank, pipe in enumerate(self._pipes):
+            if pipe is not None:
+                self._read(rank)
         if self._hosted is not None:
             self._hosted.close()
             self._hosted = None
@@ -139,7 +161,7 @@ def spawn(
     join: Literal[True] = True,
     daemon: bool = False,
     start_method: str = "spawn",
-) -> None: ...
+) -> list[Any]: ...
 @overload
 def spawn(
     fn: Callable[..., object],
@@ -157,17 +179,19 @@ def spawn(
     join: bool = True,
     daemon: bool = False,
     start_method: str = "spawn",
-) -> SpawnContext | None:
+) -> SpawnContext | list[Any]:
     """Run `fn(local_rank, *args)` in `nprocs` processes whose environment makes `init_process_group()` work.
 
     An `async def` is run by `asyncdist.run` there. The store is hosted by this process (in a thread) until the children
     are joined; with ASYNCDIST_STORE set, that daemon is used. `fn` and `args` must be picklable unless `start_method`
     is "fork"; `fn` must be importable by the children, so a script guards its own start with
-    `if __name__ == "__main__"`. `join=True` waits and returns None; `join=False` returns a `SpawnContext` whose `join`
-    must be called. No child outlives this process.
+    `if __name__ == "__main__"`. `join=True` waits and returns what the ranks returned, in rank order; `join=False`
+    returns a `SpawnContext` whose `join` must be called, and which has `results` then. No child outlives this process.
+    Results are such as `all_gather_object` takes: arrays, numbers, text, bytes, and lists or dicts of these.
 
-    Raises LaunchError for the first child that fails (see `SpawnContext.join`); ValueError and TypeError for wrong
-    arguments. Blocks while it joins: call it in a program's main function, not on an event loop.
+    Raises LaunchError for the first child that fails, or returns something else (see `SpawnContext.join`); ValueError
+    and TypeError for wrong arguments. Blocks while it joins: call it in a program's main function, not on an event
+    loop.
     """
     if not 1 <= nprocs <= MAX_PROCESSES_PER_NODE:
         raise ValueError(f"nprocs must be between 1 and {MAX_PROCESSES_PER_NODE}, got {nprocs}")
@@ -185,7 +209,9 @@ def spawn(
         for local_rank in range(nprocs):
             environment = _changed(worker_environment(place, local_rank, attempt=0, max_restarts=0))
             reader, writer = multiprocess.Pipe(duplex=False)
-            context._errors.append(reader)
+            context._pipes.append(reader)
+            context._tracebacks.append("")
+            context.results.append(None)
             with writer:
                 process = multiprocess.Process(  # type: ignore[attr-defined]  # every context has it
                     target=_child,
@@ -202,7 +228,7 @@ def spawn(
         return context
     with context:
         context.join()
-    return None
+    return context.results
 
 
 def _place(nprocs: int) -> tuple[NodePlace, asyncdist_server.ThreadedServer | None]:
@@ -233,7 +259,7 @@ def _child(
     local_rank: int,
     args: tuple[Any, ...],
     environment: dict[str, str | None],
-    errors: Connection,
+    pipe: Connection,
     parent_pid: int | None,
 ) -> None:
     """First function of a child: the environment, then `fn`; a traceback goes back as text and the exit code is 1."""
@@ -246,14 +272,21 @@ def _child(
     try:
         result = fn(local_rank, *args)
         if inspect.iscoroutine(result):
-            run(result)
+            result = run(result)
+        if result is not None:
+            _tell(pipe, _RESULT, objects.encode(result))
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)  # the parent had the same Ctrl-C and says so
     except Exception:
         text = traceback.format_exc().encode(errors="backslashreplace")[-MAX_TRACEBACK_BYTES:]
-        with contextlib.suppress(OSError):
-            errors.send_bytes(text)
+        _tell(pipe, _TRACEBACK, text)
         sys.exit(1)
+
+
+def _tell(pipe: Connection, kind: bytes, data: bytes | memoryview) -> None:
+    with contextlib.suppress(OSError):  # the parent reads no more
+        pipe.send_bytes(kind)
+        pipe.send_bytes(data)
 
 
 def _end_with_parent(parent_pid: int | None) -> None:
@@ -269,14 +302,6 @@ def _end_with_parent(parent_pid: int | None) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="asyncdist-parent-watch", daemon=True).start()
-
-
-def _read_text(connection: Connection) -> str:
-    """What a child left; "" if it left nothing."""
-    with contextlib.suppress(EOFError, OSError):
-        if connection.poll():
-            return connection.recv_bytes(MAX_TRACEBACK_BYTES).decode(errors="replace")
-    return ""
 
 
 def _launch_error(rank: int, process: BaseProcess, text: str) -> LaunchError:

@@ -108,7 +108,7 @@ def test_coroutine_functions_are_run(tmp_path: Path) -> None:
 
 def test_environment_of_the_children(tmp_path: Path) -> None:
     before = dict(os.environ)
-    assert spawn(show, (str(tmp_path),), nprocs=2) is None
+    assert spawn(show, (str(tmp_path),), nprocs=2) == [None, None]
     first, second = ((tmp_path / rank).read_text().splitlines() for rank in "01")
     assert (first[:3], second[:3]) == (["0", "0", "2"], ["1", "1", "2"])
     assert first[3:] == second[3:]
@@ -226,3 +226,28 @@ def test_a_rank_that_exits_is_blamed_and_none_that_it_brings_down(tmp_path: Path
     with pytest.raises(LaunchError, match=r"rank 1 .* ended with exit code 5") as caught:
         spawn(blame_who_exits, (str(tmp_path),), nprocs=2, start_method="fork")
     assert (caught.value.rank, caught.value.exitcode) == (1, 5)
+
+
+async def array_of(local_rank: int, count: int) -> object:
+    async with dist.init_process_group() as group:
+        return {"rank": group.rank, "values": np.full(count, group.rank)}
+
+
+def something_else(local_rank: int) -> object:
+    return threading.Lock() if local_rank else None
+
+
+def test_results_come_back_in_rank_order() -> None:
+    """Also such as fit into no pipe."""
+    results = spawn(array_of, (300_000,), nprocs=2, start_method=FORKED)
+    assert [result["rank"] for result in results] == [0, 1]
+    assert [result["values"].sum() for result in results] == [0, 300_000]
+    context = spawn(nothing, nprocs=2, join=False, start_method=FORKED)
+    assert context.join()
+    assert context.results == [None, None]
+
+
+def test_a_result_that_cannot_be_sent_fails_its_rank() -> None:
+    with pytest.raises(LaunchError, match=r"(?s)rank 1 .*TypeError.*lock") as failed:
+        spawn(something_else, nprocs=2, start_method=FORKED)
+    assert failed.value.rank == 1
