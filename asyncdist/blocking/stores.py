@@ -55,9 +55,12 @@ class Store:
         self._uses = [value for value in (*arguments, *options.values()) if isinstance(value, Store)]
         arguments = tuple(map(inner_store, arguments))
         options = {name: inner_store(value) for name, value in options.items()}
+        self._open(lambda: self._kind(*arguments, **options))
+
+    def _open(self, make: Callable[[], Any]) -> None:
         self._thread: CommunicationThread | None = acquire()
         try:
-            self._inner = self._thread.call(lambda: self._kind(*arguments, **options))
+            self._inner = self._thread.call(make)
             complete(self._thread, self._inner.__aenter__, Context())
         except BaseException as error:
             if isinstance(error, Exception) or not hasattr(self, "_inner"):
@@ -97,6 +100,14 @@ class Store:
     queue_pop = _verb(stores.Store.queue_pop)
     queue_len = _verb(stores.Store.queue_len)
     barrier = _verb(stores.Store.barrier)
+
+    def clone(self) -> Self:
+        """Return another client of the same data, open, with this one's time-out."""
+        refuse_loop(f"{type(self).__name__}.clone")
+        other = type(self).__new__(type(self))
+        other._uses = self._uses
+        other._open(self._inner.clone)
+        return other
 
     def close(self) -> None:
         """Give up what the store holds. May be called twice."""

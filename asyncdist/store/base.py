@@ -259,6 +259,13 @@ class Store(ABC):
     def _not_offered(self, what: str) -> NoReturn:
         raise NotImplementedError(f"{type(self).__name__} has no {what}; TCPStore and HashStore have")
 
+    def clone(self) -> Store:
+        """Return another client of the same data, with this one's time-out, for another event loop for instance.
+
+        Open it as the first one: `async with store.clone() as other`. Raises ClosedError where this one is closed.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no clone(): make another one with the same arguments")
+
     @abstractmethod
     def close(self) -> Awaitable[None]:
         """Give up what the store holds; requests under way and later ones raise `ClosedError`. May be called twice."""

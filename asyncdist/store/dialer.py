@@ -96,7 +96,7 @@ class StoreDialer:
         """Tries since the daemon's last answer, at which `TCPClient` sets this to 0; the next pause grows with them."""
         self.lost: Exception | None = None
         """Why the last connection broke."""
-        self._context = context
+        self.context = context
         self._attempt: asyncio.Timeout | None = None  # one try to connect
 
     @property
@@ -196,7 +196,7 @@ class StoreDialer:
             trouble.connected_at = math.inf
             stream = await open_stream(self.host, self.port, self.tls, trouble.note_connected)
             try:
-                handshake = await prove(stream, self.token, self._context, own_user_only=self.own_user_only)
+                handshake = await prove(stream, self.token, self.context, own_user_only=self.own_user_only)
                 dialled = Dialled(stream, *await _introduce(stream, handshake, hello))
             except BaseException:
                 stream.close()

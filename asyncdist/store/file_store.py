@@ -99,6 +99,12 @@ class FileStore(RequestStore):
     def __repr__(self) -> str:
         return f"FileStore({self._log.path!r})"
 
+    def clone(self) -> FileStore:
+        """See `Store.clone`; the clone is one of those that must close before the file is removed."""
+        if self._closed:
+            raise ClosedError(f"{self!r} is closed")
+        return FileStore(self.path, timeout=self._timeout_s)
+
     @property
     def path(self) -> str:
         """The file."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import Awaitable, Callable, Iterable
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
 from asyncdist.concurrency.deadline import INHERIT, Timeout, timeout_seconds
 from asyncdist.errors import ClosedError, StoreTimeoutError
@@ -39,6 +39,7 @@ class PrefixStore(Store):
         self._prefix = checked_key(prefix) + "/"
         self._store = store
         self._own_timeout = False
+        self._owns_store = False
         self._closed = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
@@ -171,13 +172,27 @@ class PrefixStore(Store):
         """Take a member out of a job of this view; see `Store.expel`."""
         return self._bounded(self._store.expel, self._full(job), member)
 
+    def clone(self) -> PrefixStore:
+        """See `Store.clone`: a view of a clone of the underlying store, which it opens and closes."""
+        self._raise_if_closed()
+        other = PrefixStore(self.prefix, self._store.clone())
+        other._timeout_s, other._own_timeout, other._owns_store = self._timeout_s, self._own_timeout, True
+        return other
+
+    async def __aenter__(self) -> Self:
+        if self._owns_store:
+            await self._store.__aenter__()
+        return self
+
     async def close(self) -> None:
-        """End this view and what it waits for; the underlying store stays open."""
+        """End this view and what it waits for; the underlying store stays open, unless it is a clone's own."""
         self._closed = True
         for watch in list(self._watches):
             watch.close_with(lambda: ClosedError(f"{self!r} was closed"))
         for task in self._tasks:
             task.cancel()
+        if self._owns_store:
+            await self._store.close()
 
     def _bounded(self, verb: Callable[P, Awaitable[T]], *arguments: P.args, **options: P.kwargs) -> Awaitable[T]:
         """Call `verb` of the underlying store, which takes its bound from that store's time-out at the call."""

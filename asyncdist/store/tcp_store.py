@@ -143,6 +143,14 @@ class TCPStore(TCPClient):
         )
         return await store.__aenter__()
 
+    def clone(self) -> TCPStore:
+        """See `Store.clone`; also of a master, whose daemon ends with the master all the same."""
+        self._raise_if_closed()
+        where = self.dialer
+        other = TCPStore(where.host, where.port, timeout=self._timeout_s, token=where.token, tls=where.tls)
+        other.dialer.context = where.context
+        return other
+
     async def open_by(self, deadline: Deadline) -> Self:
         if self._opened:
             return await super().open_by(deadline)

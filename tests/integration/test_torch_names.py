@@ -18,7 +18,7 @@ torch_dist: Any = Later("torch.distributed")
 
 pytestmark = pytest.mark.peers
 
-STORE_METHODS_NOT_HERE = {"clone", "libuvBackend"}
+STORE_METHODS_NOT_HERE = {"libuvBackend"}
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "from-torch.md").read_text()
 NOT_TAKEN = {"async_op"}

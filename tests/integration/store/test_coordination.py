@@ -32,20 +32,12 @@ async def test_hash_store(check: StoreCheck) -> None:
         await check(open_store)
 
 
-class OwnPrefixStore(PrefixStore):
-    """A view that closes what it is a view of."""
-
-    async def close(self) -> None:
-        await super().close()
-        await self.underlying_store.close()
-
-
 @every_check
 async def test_prefix_store(check: StoreCheck) -> None:
     async with HashStore() as root:
 
         async def open_store() -> Store:
-            return OwnPrefixStore("view", root.clone())
+            return PrefixStore("view", root).clone()
 
         await check(open_store)
 
