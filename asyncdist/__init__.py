@@ -151,6 +151,7 @@ from asyncdist.store import (
     WatchEvent,
 )
 from asyncdist.work import Work
+from asyncdist.world.init_method import register_rendezvous_handler
 
 __version__ = "0.1.0"
 
@@ -273,6 +274,7 @@ __all__ = [
     "reduce_scatter_single",
     "reduce_scatter_tensor",
     "reduce_scatter_tensor_coalesced",
+    "register_rendezvous_handler",
     "run",
     "scan",
     "scatter",

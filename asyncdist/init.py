@@ -34,7 +34,7 @@ from asyncdist.transport.base_mesh import BaseMesh
 from asyncdist.transport.config import TransportConfig
 from asyncdist.transport.mesh import Mesh, Resolve
 from asyncdist.transport.shared_memory.segment import segments_available
-from asyncdist.world.init_method import InitMethod, StoreSource, open_store, parse_init_method
+from asyncdist.world.init_method import InitMethod, StoreSource, ask_handler, open_store, parse_init_method
 from asyncdist.world.rendezvous import Rendezvous
 from asyncdist.world.tuning_file import agreed_tuning, own_tuning
 from asyncdist.world.world import World
@@ -63,7 +63,8 @@ def init_process_group(
     """Join a world: `async with init_process_group() as group` or `group = await init_process_group()`.
 
     `init_method` is `env://` (default; RANK, WORLD_SIZE and either ASYNCDIST_STORE or MASTER_ADDR and MASTER_PORT),
-    `tcp://host:port` or `file:///path`, the latter two with `rank` and `world_size` as arguments or in the URL's query.
+    `tcp://host:port` or `file:///path`, the latter two with `rank` and `world_size` as arguments or in the URL's query;
+    or a URL of `register_rendezvous_handler`.
     `store=` takes an open store instead, and needs `rank` and `world_size`; it stays the caller's. Arguments override
     the environment. With `backend="mpi"`, none of these and no RANK in the environment there is no store: MPI knows the
     ranks that `mpirun` has started. `timeout` (seconds, timedelta, None for no limit; by default ASYNCDIST_TIMEOUT,
@@ -172,14 +173,17 @@ class GroupOpening:
             world = await join_by_mpi(self._method, self._name, deadline, allow_pickle=self._allow_pickle, check=check)
             return await _open_group(world, self._name, self._timeout_s, self._backend, self._device)
         make_mesh = self._mesh_factory()
-        if self._store is not None:
+        method = self._method
+        if method.url:
+            method, source = await ask_handler(method, deadline)
+        elif self._store is not None:
             source = StoreSource(self._store, owned=False)
         else:
-            source = await open_store(self._method, deadline)
+            source = await open_store(method, deadline)
         try:
             return await open_world(
                 source,
-                self._method,
+                method,
                 self._name,
                 self._timeout_s,
                 deadline,

@@ -62,6 +62,7 @@ from asyncdist.group.non_member import NonMember
 from asyncdist.group.survivors import RankLost
 from asyncdist.launch.spawn import spawn
 from asyncdist.store import TLSConfig
+from asyncdist.world.init_method import register_rendezvous_handler
 
 __all__ = [
     "SHRINK_ABORT",
@@ -173,6 +174,7 @@ __all__ = [
     "reduce_scatter_single",
     "reduce_scatter_tensor",
     "reduce_scatter_tensor_coalesced",
+    "register_rendezvous_handler",
     "scan",
     "scatter",
     "scatter_array",

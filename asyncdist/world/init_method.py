@@ -7,6 +7,7 @@
 | `tcp://host:port` | likewise at host:port |
 | `file:///path` | a FileStore |
 | `store=` | that one; it stays the caller's |
+| `scheme://...` of `register_rendezvous_handler` | the one that the handler returns |
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Awaitable, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final, Protocol
 from urllib.parse import parse_qsl, urlsplit
 
 from asyncdist.concurrency import trace as events
@@ -34,7 +35,16 @@ from asyncdist_server.wire.auth import load_token
 if TYPE_CHECKING:
     from asyncdist_server import ThreadedServer
 
-__all__ = ["Hosting", "InitMethod", "StoreSource", "open_store", "parse_init_method"]
+__all__ = [
+    "Hosting",
+    "InitMethod",
+    "RendezvousHandler",
+    "StoreSource",
+    "ask_handler",
+    "open_store",
+    "parse_init_method",
+    "register_rendezvous_handler",
+]
 
 FAILURE_LINGER_S: Final = 3.0
 """How long the rank that hosts the store keeps it for those who still ask why there will be no world: one more round
@@ -46,9 +56,45 @@ TAKEN_PORT_TIMEOUT_S: Final = 15.0
 seconds. Others, who may wait for rank 0 to come, try for as long as the world takes."""
 
 
+class RendezvousHandler(Protocol):
+    """What `register_rendezvous_handler` takes."""
+
+    def __call__(
+        self, url: str, rank: int, world_size: int, timeout: float | None
+    ) -> Awaitable[tuple[Store, int, int]]:
+        """Return the store where the ranks of `url` meet, open, with this rank and the world's size.
+
+        `rank` and `world_size` are those of `init_process_group`, -1 if not given; `timeout` is in seconds. The world
+        closes the store.
+        """
+
+
+_BUILT_IN: Final = ("env", "tcp", "file")
+
+_handlers: Final[dict[str, RendezvousHandler]] = {}
+
+
+def register_rendezvous_handler(scheme: str, handler: RendezvousHandler) -> None:
+    """Let `init_process_group("scheme://...")` ask `handler` where to meet:
+
+        async def meet(url, rank, world_size, timeout):
+            return await dist.TCPStore.connect(*address_in(url), timeout=timeout), rank, world_size
+
+    Raises ValueError for a scheme that is no name, RuntimeError for one that has a handler, TypeError for a handler
+    that cannot be called.
+    """
+    if not isinstance(scheme, str) or urlsplit(f"{scheme}://").scheme != scheme or not scheme:
+        raise ValueError(f"scheme must be the beginning of URLs, in lower case, not {scheme!r}")
+    if not callable(handler):
+        raise TypeError(f"handler must be an async function, not {type(handler).__name__}")
+    if scheme in _BUILT_IN or scheme in _handlers:
+        raise RuntimeError(f"{scheme}:// has a rendezvous handler already")
+    _handlers[scheme] = handler
+
+
 @dataclass(frozen=True, slots=True)
 class InitMethod:
-    """A resolved init method. Exactly one of `path`, `host`, `by_mpi` is set, or none with an explicit store."""
+    """A resolved init method. One of `path`, `host`, `by_mpi`, `url` is set, or none with an explicit store."""
 
     rank: int
     world_size: int
@@ -60,6 +106,8 @@ class InitMethod:
     namespace: str = ""
     by_mpi: bool = False
     """Whether MPI knows all ranks, and no store is needed; `rank` and `world_size` are -1 unless they were given."""
+    url: str = ""
+    """For the handler of its scheme; `rank` and `world_size` are -1 unless they were given."""
 
 
 class Hosting:
@@ -168,8 +216,13 @@ def parse_init_method(
             raise ValueError("store= needs rank= and world_size= as well")
         return _checked(InitMethod(rank, world_size))
     parts = urlsplit(init_method or "env://")
-    if parts.scheme not in ("env", "tcp", "file"):
-        raise ValueError(f"no rendezvous for {init_method!r}: use env://, tcp://host:port or file:///path")
+    if parts.scheme in _handlers:
+        return InitMethod(rank, world_size, url=str(init_method))
+    if parts.scheme not in _BUILT_IN:
+        raise ValueError(
+            f"no rendezvous for {init_method!r}: use env://, tcp://host:port or file:///path, or a scheme of your own "
+            "(register_rendezvous_handler)"
+        )
     query = dict(parse_qsl(parts.query, keep_blank_values=True))
     query.pop("use_libuv", None)  # torch's: which of its servers, here there is one
     rank, world_size = _from_query(query, rank, world_size, init_method)
@@ -190,6 +243,28 @@ def parse_init_method(
     if parts.netloc or not parts.path:
         raise ValueError(f"{init_method}: use file:///absolute/path")
     return _checked(InitMethod(rank, world_size, path=parts.path))
+
+
+async def ask_handler(method: InitMethod, deadline: Deadline) -> tuple[InitMethod, StoreSource]:
+    """Ask the handler of `method.url`. Raises what it raises; TypeError and ValueError where its answer is none."""
+    handler = _handlers[urlsplit(method.url).scheme]
+    timeout_s = _remaining(deadline)
+    try:
+        async with asyncio.timeout(timeout_s) as limit:
+            answer = await handler(method.url, method.rank, method.world_size, timeout_s)
+    except TimeoutError:
+        if limit.expired():
+            raise ConnectTimeoutError(f"the handler of {method.url} returned no store within {timeout_s:g} s") from None
+        raise
+    match answer:
+        case (Store() as store, int(rank), int(world_size)):
+            source = StoreSource(store, owned=True)
+            try:
+                return _checked(InitMethod(rank, world_size)), source
+            except ValueError:
+                await uninterrupted(source.close())
+                raise
+    raise TypeError(f"the handler of {method.url} must return (store, rank, world_size), not {answer!r}")
 
 
 async def open_store(method: InitMethod, deadline: Deadline, environ: Mapping[str, str] = os.environ) -> StoreSource:

@@ -10,7 +10,7 @@ from jobs import free_port
 
 from asyncdist.concurrency import tasks as patience
 from asyncdist.concurrency.deadline import Deadline
-from asyncdist.errors import ConnectTimeoutError
+from asyncdist.errors import ClosedError, ConnectTimeoutError
 from asyncdist.init import init_process_group
 from asyncdist.store import HashStore, TCPStore
 from asyncdist.world import init_method as init_method_module
@@ -21,6 +21,7 @@ from asyncdist.world.init_method import (
     StoreSource,
     open_store,
     parse_init_method,
+    register_rendezvous_handler,
 )
 from asyncdist_server import serve_in_thread
 from asyncdist_server.serving.user_token import make_user_token
@@ -243,3 +244,81 @@ async def test_the_last_world_of_a_process_stops_the_store_that_it_hosts() -> No
     assert again.server is not None
     assert not await again.store.check(["key"])
     await again.close()
+
+
+@pytest.fixture
+def handlers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is forgotten after it."""
+    monkeypatch.setattr(init_method_module, "_handlers", {})
+
+
+@pytest.mark.usefixtures("handlers")
+async def test_a_handler_says_where_to_meet() -> None:
+    first = HashStore()
+    asked, stores = [], []
+
+    async def meet(url: str, rank: int, world_size: int, timeout: float | None) -> tuple[HashStore, int, int]:
+        asked.append((url, rank, world_size, timeout is not None and 0 < timeout <= 30))
+        stores.append(first.clone())
+        return stores[-1], len(stores) - 1, 2
+
+    async def join() -> int:
+        async with init_process_group("aio", "etcd://host:1/job", timeout=30) as group:
+            total = np.ones(1)
+            await group.all_reduce(total)
+            return group.rank + 10 * int(total[0])
+
+    register_rendezvous_handler("etcd", meet)
+    assert sorted(await asyncio.gather(asyncio.create_task(join()), asyncio.create_task(join()))) == [20, 21]
+    assert asked == [("etcd://host:1/job", -1, -1, True)] * 2
+    for store in stores:
+        with pytest.raises(ClosedError):
+            await store.set("k", "v")
+
+
+@pytest.mark.usefixtures("handlers")
+async def test_what_a_handler_answers_is_checked() -> None:
+    store = HashStore()
+    answer: object = None
+
+    async def meet(url: str, rank: int, world_size: int, timeout: float | None) -> object:
+        return answer
+
+    register_rendezvous_handler("a+b", meet)
+    for answer, kind, said in [  # noqa: B007 - `meet` returns it
+        (None, TypeError, r"the handler of a\+b:///x must return \(store, rank, world_size\), not None"),
+        ((store, "0", 1), TypeError, "must return"),
+        ((store, 1, 1), ValueError, "rank 1 is not in a world of 1"),
+    ]:
+        with pytest.raises(kind, match=said):
+            await init_process_group(None, "a+b:///x")
+    with pytest.raises(ClosedError):
+        await store.set("k", "v")
+
+
+@pytest.mark.usefixtures("handlers")
+async def test_a_handler_has_its_time() -> None:
+    async def meet(url: str, rank: int, world_size: int, timeout: float | None) -> object:
+        await asyncio.sleep(60)
+
+    register_rendezvous_handler("slow", meet)
+    with pytest.raises(ConnectTimeoutError, match=r"the handler of slow://x returned no store within 0\.\d+ s"):
+        await init_process_group(None, "slow://x", timeout=0.05)
+
+
+@pytest.mark.usefixtures("handlers")
+def test_handlers_that_are_refused() -> None:
+    async def meet(url: str, rank: int, world_size: int, timeout: float | None) -> object:
+        return None
+
+    for scheme in ("", "Etcd", "a b", "1", None):
+        with pytest.raises(ValueError, match="scheme must be the beginning of URLs"):
+            register_rendezvous_handler(scheme, meet)
+    with pytest.raises(TypeError, match="handler must be an async function, not NoneType"):
+        register_rendezvous_handler("etcd", None)
+    register_rendezvous_handler("etcd", meet)
+    for scheme in ("etcd", "env", "tcp"):
+        with pytest.raises(RuntimeError, match=f"{scheme}:// has a rendezvous handler already"):
+            register_rendezvous_handler(scheme, meet)
+    with pytest.raises(ValueError, match="register_rendezvous_handler"):
+        parse_init_method("zk://x", 0, 1)
