@@ -102,6 +102,7 @@ from asyncdist.collectives.backend import Backend
 from asyncdist.concurrency.loop import run
 from asyncdist.data_parallel import (
     DataPartitioner,
+    DistributedDataParallel,
     DistributedSampler,
     GradientBuckets,
     Partition,
@@ -170,6 +171,7 @@ __all__ = [
     "DistError",
     "DistNetworkError",
     "DistStoreError",
+    "DistributedDataParallel",
     "DistributedSampler",
     "FileStore",
     "GradientBuckets",

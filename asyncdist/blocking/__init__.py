@@ -22,7 +22,7 @@ from asyncdist.api import coalesced, collectives, groups, objects, point_to_poin
 from asyncdist.api.groups import SHRINK_ABORT, GroupMember
 from asyncdist.arrays import reduce_op as reduce_op  # `dist.reduce_op.SUM`, as torch's tutorials write it
 from asyncdist.arrays.reduce_op import ReduceOp
-from asyncdist.blocking.data_parallel import DistributedSampler, GradientBuckets
+from asyncdist.blocking.data_parallel import DistributedDataParallel, DistributedSampler, GradientBuckets
 from asyncdist.blocking.group import (
     ProcessGroup,
     destroy_process_group,
@@ -79,6 +79,7 @@ __all__ = [
     "DistError",
     "DistNetworkError",
     "DistStoreError",
+    "DistributedDataParallel",
     "DistributedSampler",
     "FileStore",
     "GradientBuckets",

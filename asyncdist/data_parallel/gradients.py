@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from asyncdist.arrays.host import Array, describe, host_array
 from asyncdist.arrays.reduce_op import ReduceOp, ReduceOpLike
 from asyncdist.concurrency.deadline import INHERIT, Timeout
 from asyncdist.concurrency.integers import as_int
-from asyncdist.errors import CollectiveMismatchError, DistError
+from asyncdist.errors import ClosedError, CollectiveMismatchError, DistError
 from asyncdist.group.default_group import Group, resolve, root_of
 from asyncdist.group.methods import coalesced
 from asyncdist.group.misuse import watch
@@ -26,7 +27,17 @@ from asyncdist.group.point_to_point import check_tag
 from asyncdist.group.process_group import ProcessGroup
 from asyncdist.work import Work
 
-__all__ = ["BUCKET_BYTES", "GradientBuckets", "average_gradients", "broadcast_parameters", "divide", "list_of"]
+__all__ = [
+    "BUCKET_BYTES",
+    "CommHook",
+    "GradientBucket",
+    "GradientBuckets",
+    "average_gradients",
+    "broadcast_parameters",
+    "copy_gradient",
+    "divide",
+    "list_of",
+]
 
 
 BUCKET_BYTES: Final = 4 << 20
@@ -234,6 +245,29 @@ OPERATION: Final = "GradientBuckets"
 """What errors call the operations: the user has called no other."""
 
 
+@dataclass(frozen=True, slots=True)
+class GradientBucket:
+    """A bucket that is full, as its `CommHook` sees it."""
+
+    index: int
+    buffer: Array
+    """All its gradients, one after the other, in one dimension: this rank's own, to be replaced by the averages."""
+    gradients: list[Array]
+    """The same memory in the shapes of the parameters."""
+    group: ProcessGroup
+    tag: int
+    timeout: Timeout
+    """For the collectives of the hook."""
+
+
+CommHook: TypeAlias = Callable[[GradientBucket], Coroutine[Any, Any, None]]
+"""An async function that replaces the gradients of a bucket on all ranks by what the step is to use.
+
+It runs as a task of its own for each bucket, and issues its collectives with the bucket's own `tag`.
+`asyncdist.data_parallel.hooks` has some.
+"""
+
+
 class GradientBuckets:
     """Room for the gradients of `parameters`, and their averaging over all ranks of a group, step after step.
 
@@ -251,9 +285,10 @@ class GradientBuckets:
     whatever order gradients become ready in; it is best to list them in about that order, the last layer's first.
 
     Parameters are listed alike on all ranks: the same shapes, dtypes and number. `op` may be another reduction:
-    `ReduceOp.PREMUL_SUM(share)` weights ranks whose batches differ in size. `tag` and `timeout` are those of every
-    operation; other collectives issued between `ready` and `averaged` need another tag, as ranks may come to them with
-    more or fewer buckets gone. Raises TypeError and ValueError for no or unsuitable arrays.
+    `ReduceOp.PREMUL_SUM(share)` weights ranks whose batches differ in size. `comm_hook` is another way to send a bucket
+    (see `CommHook`). `tag` and `timeout` are those of every operation; other collectives issued between `ready` and
+    `averaged` need another tag, as ranks may come to them with more or fewer buckets gone. With a hook bucket number i
+    has `tag` + i. Raises TypeError and ValueError for no or unsuitable arrays.
     """
 
     def __init__(
@@ -263,18 +298,21 @@ class GradientBuckets:
         *,
         op: ReduceOpLike = ReduceOp.AVG,
         bucket_bytes: int = BUCKET_BYTES,
+        comm_hook: CommHook | None = None,
         tag: int = 0,
         timeout: Timeout = INHERIT,
     ) -> None:
         self._group = resolve(group)
         self._op = op
+        self._comm_hook = comm_hook
         self._tag = check_tag(tag)
         self._timeout: Timeout = timeout
         like = arrays_of(list_of(parameters, "parameters"), "parameters", writable=False)
         for dtype in {array.dtype for array in like}:
             reduction.validate(op, dtype)
         self._buckets = divide(like, check_bucket_bytes(bucket_bytes))
-        self.gradients = _room_for(like, self._buckets)
+        self._buffers = [np.zeros(sum(like[i].size for i in bucket), like[bucket[0]].dtype) for bucket in self._buckets]
+        self.gradients = _parts_of(self._buffers, like, self._buckets)
         """One array for each parameter. They belong to the group from `ready` until what `averaged` returned is done,
         and hold the averages from then on."""
         self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket}
@@ -303,14 +341,16 @@ class GradientBuckets:
         if index not in self._waiting:
             raise ValueError(f"gradient {index} was ready already in this step")
         if gradient is not None:
-            _copy(gradient, self.gradients[index], index)
+            copy_gradient(gradient, self.gradients[index], str(index))
         self._waiting.discard(index)
         self._missing[self._bucket_of[index]] -= 1
         while len(self._works) < len(self._buckets) and not self._missing[len(self._works)]:
-            self._issue(self._buckets[len(self._works)])
+            self._works.append(self._issue(len(self._works)))
 
-    def averaged(self) -> Work[list[Array]]:
+    def averaged(self, value: Any = None, more: Sequence[Work[Any]] = ()) -> Work[Any]:
         """End the step: return a Work whose result is `gradients`, done once all of them are averaged.
+
+        Its result may be another `value`, and it waits for `more` Works of the same group.
 
         The next step may begin when it is done. Raises ValueError if gradients are missing; where a rank has none for a
         parameter it hands in zeros. If one of several buckets fails the group is aborted. Cancelling a waiter ends only
@@ -319,7 +359,8 @@ class GradientBuckets:
         if self._waiting:
             missing = ", ".join(map(str, sorted(self._waiting)))
             raise ValueError(f"not ready yet: gradients {missing} (where this rank has none, hand in zeros)")
-        self._work = JoinedWork(self._group, OPERATION, self._works, self.gradients)
+        result = self.gradients if value is None else value
+        self._work = JoinedWork(self._group, OPERATION, [*more, *self._works], result)
         self._start_over()
         return self._work
 
@@ -328,31 +369,59 @@ class GradientBuckets:
         self._missing = [len(bucket) for bucket in self._buckets]
         self._works: list[Work[Any]] = []
 
-    def _issue(self, bucket: list[int]) -> None:
-        gradients = [self.gradients[index] for index in bucket]
-        prepare = coalesced.all_reduce_coalesced
-        self._works.append(self._group._collective(OPERATION, self._tag, self._timeout, prepare, gradients, self._op))
+    def _issue(self, number: int) -> Work[Any]:
+        gradients = [self.gradients[index] for index in self._buckets[number]]
+        if self._comm_hook is None:
+            prepare = coalesced.all_reduce_coalesced
+            return self._group._collective(OPERATION, self._tag, self._timeout, prepare, gradients, self._op)
+        tag = self._tag + number
+        bucket = GradientBucket(number, self._buffers[number], gradients, self._group, tag, self._timeout)
+        return _HookWork(bucket, self._comm_hook)
 
 
-def _room_for(like: list[Array], buckets: list[list[int]]) -> list[Array]:
-    """Arrays of zeros in the shapes and dtypes of `like`, those of a bucket one after the other."""
-    rooms: dict[int, Array] = {}
-    for bucket in buckets:
-        run = np.zeros(sum(like[index].size for index in bucket), like[bucket[0]].dtype)
+class _HookWork(Work[Any]):
+    """A bucket that a hook sends."""
+
+    __slots__ = ("_group", "_task")
+
+    def __init__(self, bucket: GradientBucket, hook: CommHook) -> None:
+        super().__init__(asyncio.get_running_loop(), OPERATION, bucket.buffer.nbytes)
+        self._group = bucket.group
+        self._task = self._loop.create_task(hook(bucket))
+        self._task.add_done_callback(self._sent)
+
+    def _sent(self, task: asyncio.Task[None]) -> None:
+        error = ClosedError(f"{self.where}: its comm_hook was cancelled") if task.cancelled() else task.exception()
+        if error is None:
+            self._finish(None)
+            return
+        if not isinstance(error, DistError) or task.cancelled():  # the other ranks wait for what it does not send
+            self._group.abort(f"the comm_hook of {self.where} failed: {error}")
+        self._fail(error)
+
+
+def _parts_of(buffers: list[Array], like: list[Array], buckets: list[list[int]]) -> list[Array]:
+    """The buffers of `buckets` cut into the shapes of `like`."""
+    parts: dict[int, Array] = {}
+    for buffer, bucket in zip(buffers, buckets, strict=True):
         start = 0
         for index in bucket:
             shape = like[index].shape
             stop = start + math.prod(shape)
-            rooms[index] = run[start:stop].reshape(shape)
+            parts[index] = buffer[start:stop].reshape(shape)
             start = stop
-    return [rooms[index] for index in range(len(like))]
+    return [parts[index] for index in range(len(like))]
 
 
-def _copy(gradient: Any, room: Array, index: int) -> None:
-    array = host_array(gradient, f"gradient {index}")
+def copy_gradient(gradient: Any, room: Array, name: str, *, add: bool = False) -> None:
+    """Copy `gradient` into `room`, or add it to what is there. Raises ValueError where it does not fit."""
+    array = host_array(gradient, f"gradient {name}")
     if array.shape != room.shape or not np.can_cast(array.dtype, room.dtype, "same_kind"):
         raise ValueError(
-            f"gradient {index} is {describe(array.dtype, array.shape)}, but its parameter is "
+            f"gradient {name} is {describe(array.dtype, array.shape)}, but its parameter is "
             f"{describe(room.dtype, room.shape)}"
         )
-    np.copyto(room, array, "same_kind")
+    if add:
+        np.add(room, array, room, casting="same_kind")
+    else:
+        np.copyto(room, array, "same_kind")

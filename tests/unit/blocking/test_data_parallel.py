@@ -46,6 +46,24 @@ def test_buckets() -> None:
         buckets.ready(2)
 
 
+def test_a_wrapped_model() -> None:
+    ddp = dist.DistributedDataParallel({"x": np.zeros(2), "y": np.zeros(3)}, bucket_bytes=1)
+    assert repr(ddp) == "<blocking DistributedDataParallel of 2 parameters in 2 buckets>"
+    ddp.sync_parameters()
+    with ddp.join():
+        with ddp.no_sync():
+            ddp.ready("x", np.ones(2))
+        for async_op in (False, True):
+            for name in ("y", "x"):
+                ddp.ready(name, np.full(ddp.parameters[name].shape, 2))
+            averages = ddp.averaged(async_op)
+            averages = averages.result() if async_op else averages
+            assert averages["x"].tolist() == ([2, 2] if async_op else [3, 3])
+            assert averages["y"].tolist() == [2, 2, 2]
+    with pytest.raises(KeyError):
+        ddp.ready("z")
+
+
 def test_a_group_of_ones_own() -> None:
     group = dist.new_group([0])
     buckets = dist.GradientBuckets([np.zeros(2)], group)
