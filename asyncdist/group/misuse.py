@@ -181,10 +181,12 @@ class OverlapWatch:
                 return
             if earlier is not None and any(work_tag == tag for work_tag, _ in self._owner._works):
                 self._warn(tag, operation, earlier)
-        if task is not None:
-            if last is None and len(self.last_task) >= TAGS_KEPT:
-                self.last_task.clear()
-            self.last_task[tag] = weakref.ref(task)
+        if task is None:  # a callback, such as those in which another thread's gradients come: no task to compare with
+            self.last_task.pop(tag, None)
+            return
+        if last is None and len(self.last_task) >= TAGS_KEPT:
+            self.last_task.clear()
+        self.last_task[tag] = weakref.ref(task)
 
     def _warn(self, tag: int, operation: str, earlier: asyncio.Task[Any]) -> None:
         self._warned = True

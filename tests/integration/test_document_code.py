@@ -151,6 +151,7 @@ async def call_what_was_defined(names: dict[str, Any], group: dist.ProcessGroup)
     """Functions that a page defines are called, with arguments that fit their names."""
     calls: dict[str, Callable[[Any], Any]] = {
         "train": lambda f: f([np.zeros(2)], np.ones((8, 2)), np.ones(8), names["gradient_of"]),
+        "train_module": lambda f: f({"x": np.zeros(2)}, None, [], None),
         "receive_weights": lambda f: f(np.ones(1000), lambda start, data: None),
         "check_everybody": lambda f: f(np.ones(1000), lambda source, data: True),
         "add": lambda f: f(names["store"], "client"),

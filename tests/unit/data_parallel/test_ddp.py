@@ -179,7 +179,7 @@ def test_a_hook_that_fails_ends_the_step_everywhere() -> None:
 
 def test_gradients_may_come_from_any_thread() -> None:
     async def main(group: Group) -> None:
-        ddp = await dist.DistributedDataParallel(arrays())
+        ddp = await dist.DistributedDataParallel(arrays(), bucket_bytes=1)
 
         def backward() -> None:
             for name in SHAPES:
