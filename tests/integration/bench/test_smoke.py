@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +47,13 @@ SUBJECTS = {
         many_connections.SUBJECT,
     )
 }
+
+
+@pytest.mark.bench
+def test_steps_of_training_are_compared() -> None:
+    command = [sys.executable, "-m", "bench.data_parallel", "--ranks", "2", "--steps", "4"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert "2 ranks, 4 steps of each, weights alike" in done.stdout, done.stderr
 
 
 def assert_measured(cells: list[Cell]) -> None:
