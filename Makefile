@@ -115,6 +115,7 @@ soak: $(VENV)/.dev
 	ASYNCDIST_LARGE=1 $(BIN)/python -m pytest $(NO_LIMIT) -q tests/integration/test_jobs.py -k beyond_four_gibibytes
 	$(BIN)/python tests/soak/soak.py --operations $(OPERATIONS) $(ARGS)
 	$(BIN)/python tests/soak/kill_soak.py --kills $(KILLS)
+	$(BIN)/python tests/soak/checkpoint_soak.py --kills 50
 	for deaths in 1 2; do $(BIN)/python tests/soak/shrink_soak.py --trials 100 --deaths $$deaths || exit 1; done
 	$(BIN)/python tests/soak/spmd_soak.py --seconds $(SECONDS)
 	for transport in shm unix tcp; do \

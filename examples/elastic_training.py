@@ -1,12 +1,12 @@
 """Training that goes on when nodes come, leave or are lost: it saves, and begins each round where it saved last.
 
-    asyncdist run --nproc-per-node 2 examples/elastic_training.py /shared/weights.npz
+    asyncdist run --nproc-per-node 2 examples/elastic_training.py /shared/checkpoints
 
 As an elastic job, on one to four nodes; start more launchers, or kill some, while it runs:
 
     export ASYNCDIST_STORE=host0:29500    # an asyncdist-server, which outlives the nodes
     asyncdist run --nnodes 1:4 --rdzv-id training --max-restarts 3 \\
-        --nproc-per-node 2 examples/elastic_training.py /shared/weights.npz
+        --nproc-per-node 2 examples/elastic_training.py /shared/checkpoints
 """
 
 from __future__ import annotations
@@ -15,32 +15,16 @@ import argparse
 import asyncio
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 import asyncdist as dist
+from asyncdist import checkpoint
 
 STEPS = 200
 SAVE_EVERY = 5
 BATCH = 64
 RATE = 0.1
-
-
-def save(path: Path, step: int, weights: np.ndarray) -> None:
-    """Write a file that is there completely or not at all, whenever the process is killed."""
-    unfinished = path.with_suffix(".part")
-    with unfinished.open("wb") as file:
-        np.savez(file, step=step, weights=weights)
-    unfinished.replace(path)
-
-
-def load(path: Path) -> tuple[int, np.ndarray]:
-    """The last step that was saved, and the weights after it."""
-    if not path.exists():
-        return 0, np.zeros(3)
-    with np.load(path) as saved:
-        return int(saved["step"]), saved["weights"]
 
 
 def gradient_of(weights: np.ndarray, step: int, rank: int, size: int) -> np.ndarray:
@@ -54,21 +38,21 @@ def gradient_of(weights: np.ndarray, step: int, rank: int, size: int) -> np.ndar
     return gradient
 
 
-async def main(path: Path, pause_s: float) -> None:
+async def main(folder: Path, pause_s: float) -> None:
     """One round: from the last checkpoint to the end, or until the launcher stops it."""
     async with dist.init_process_group():
         rank, size = dist.get_rank(), dist.get_world_size()
-        state: list[Any] = list(load(path)) if rank == 0 else [None, None]
-        await dist.broadcast_object_list(state, src=0)  # rank 0 was here before, if anybody was
-        first, weights = state
+        weights = np.zeros(3)
+        found = await checkpoint.load(folder, {"weights": weights})
+        first = found.state["step"] if found else 0
         if rank == 0:
             print(f"round {os.environ.get('ASYNCDIST_ROUND', '0')}: {size} ranks go on after step {first}")
         for step in range(first + 1, STEPS + 1):
             gradient = gradient_of(weights, step, rank, size)
             await dist.all_reduce(gradient)
             weights -= RATE * gradient
-            if rank == 0 and step % SAVE_EVERY == 0:
-                await asyncio.to_thread(save, path, step, weights)
+            if step % SAVE_EVERY == 0:
+                await checkpoint.save({"weights": weights}, folder, state={"step": step})
             await asyncio.sleep(pause_s)
         if rank == 0:
             print("weights:", weights.round(2))
@@ -77,10 +61,10 @@ async def main(path: Path, pause_s: float) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "path", type=Path, nargs="?", default=Path("weights.npz"), help="the checkpoint, on a disk of all nodes"
+        "folder", type=Path, nargs="?", default=Path("checkpoints"), help="the checkpoints, on a disk of all nodes"
     )
     parser.add_argument(
         "--pause", type=float, default=0.0, metavar="SECONDS", help="after each step, to have time to watch"
     )
     arguments = parser.parse_args()
-    dist.run(main(arguments.path, arguments.pause))
+    dist.run(main(arguments.folder, arguments.pause))

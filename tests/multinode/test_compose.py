@@ -89,7 +89,7 @@ def compose(request: pytest.FixtureRequest, tmp_path: Path, images: None) -> Ite
 
 
 def test_compose_runs_as_many_nodes_as_are_asked_for_and_more_later(compose: Callable[..., Compose]) -> None:
-    project = compose(PROGRAM="examples/elastic_training.py /checkpoints/weights.npz --pause 0.15", RANKS="1")
+    project = compose(PROGRAM="examples/elastic_training.py /checkpoints/run --pause 0.15", RANKS="1")
     project.scale(2)
     project.until_said(r"round \d+: 2 ranks go on after step 0")
     project.scale(5)

@@ -25,7 +25,7 @@ class Job:
         """Start a node."""
         times = "last_call_timeout=1,keep_alive_interval=2,keep_alive_max_attempt=4"
         options = ["--nnodes", "2:3", "--max-restarts", "3", "--rdzv-conf", times]
-        program = [f"{self.hosts.examples}/elastic_training.py", f"{self._folder}/weights.npz", "--pause", pause_s]
+        program = [f"{self.hosts.examples}/elastic_training.py", f"{self._folder}/checkpoints", "--pause", pause_s]
         self.hosts.launch(name, *options, *program, **environ)
 
     def await_round(self, ranks: int) -> None:
@@ -52,7 +52,7 @@ class Job:
     def weights_alone(self) -> list[str]:
         """What a job of one node learns that nothing happens to."""
         self.hosts.launch(
-            "alone", "--standalone", f"{self.hosts.examples}/elastic_training.py", f"{self._folder}/alone.npz"
+            "alone", "--standalone", f"{self.hosts.examples}/elastic_training.py", f"{self._folder}/alone"
         )
         assert self.hosts.ended("alone") == 0
         return self.weights("alone")

@@ -49,7 +49,6 @@ SUBJECTS = {
 }
 
 
-@pytest.mark.bench
 def test_steps_of_training_are_compared() -> None:
     command = [sys.executable, "-m", "bench.data_parallel", "--ranks", "2", "--steps", "4"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)

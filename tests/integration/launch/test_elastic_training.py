@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import subprocess
 from contextlib import ExitStack
@@ -11,6 +12,9 @@ import numpy as np
 import pytest
 from launching import DEADLINE_S, run, running, until
 
+from asyncdist import checkpoint
+from asyncdist.checkpoint import files
+from asyncdist.testing import run_world
 from asyncdist_server import serve_in_thread
 
 EXAMPLE = str(Path(__file__).parents[3] / "examples" / "elastic_training.py")
@@ -19,10 +23,14 @@ TIMES = "--rdzv-conf=last_call_timeout=0.5,keep_alive_interval=1,keep_alive_max_
 
 def step_in(path: Path) -> int:
     """The step of the last checkpoint."""
-    if not path.exists():
-        return 0
-    with np.load(path) as saved:
-        return int(saved["step"])
+    numbers = files.checkpoints_in(path)
+    return files.read_index(path, numbers[-1])["state"]["step"] if numbers else 0
+
+
+def found_in(path: Path) -> checkpoint.Loaded:
+    (found,) = run_world(1, lambda _group: checkpoint.load(path), loop_factory=asyncio.new_event_loop)
+    assert found is not None
+    return found
 
 
 def progressed(path: Path) -> None:
@@ -32,7 +40,7 @@ def progressed(path: Path) -> None:
 
 @pytest.mark.slow("trains through three rounds")
 def test_training_survives_the_loss_of_a_node_and_takes_in_another(tmp_path: Path) -> None:
-    path, alone = tmp_path / "weights.npz", tmp_path / "alone.npz"
+    path, alone = tmp_path / "checkpoints", tmp_path / "alone"
     with ExitStack() as stack:
         server = stack.enter_context(serve_in_thread())
 
@@ -62,6 +70,6 @@ def test_training_survives_the_loss_of_a_node_and_takes_in_another(tmp_path: Pat
     assert begins[0] > 0
     assert output.decode().count("2 ranks go on") == 1  # after the loss; before, the first node said it
     assert run(EXAMPLE, str(alone)).returncode == 0
-    with np.load(path) as elastic, np.load(alone) as undisturbed:
-        assert int(elastic["step"]) == int(undisturbed["step"]) == 200
-        assert np.allclose(elastic["weights"], undisturbed["weights"], rtol=0, atol=1e-12)
+    elastic, undisturbed = found_in(path), found_in(alone)
+    assert elastic.state == undisturbed.state == {"step": 200}
+    assert np.allclose(elastic.arrays["weights"], undisturbed.arrays["weights"], rtol=0, atol=1e-12)
