@@ -14,12 +14,13 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
+from asyncdist.api.joined_work import JoinedWork
 from asyncdist.arrays import reduction
 from asyncdist.arrays.host import Array, describe, host_array
 from asyncdist.arrays.reduce_op import ReduceOp, ReduceOpLike
 from asyncdist.concurrency.deadline import INHERIT, Timeout
 from asyncdist.concurrency.integers import as_int
-from asyncdist.errors import ClosedError, CollectiveMismatchError, DistError
+from asyncdist.errors import ClosedError, DistError
 from asyncdist.group.default_group import Group, resolve, root_of
 from asyncdist.group.methods import coalesced
 from asyncdist.group.misuse import watch
@@ -160,58 +161,6 @@ def _issue_all(
             raise
     joined = JoinedWork(group, operation, works, value)
     return watch(joined) if group.watches else joined
-
-
-class JoinedWork(Work[Any]):
-    """Done once all `parts` are; the result is `value`.
-
-    When this Work ends, well or not, the arrays of all parts are free. A part fails with its group, as do the others
-    then, or because some rank refused it; that rank does not issue the parts that come after, and is out of step with
-    all others from then on, so the group is aborted.
-    """
-
-    __slots__ = ("_asked", "_group", "_left", "_parts", "_value")
-
-    def __init__(self, group: ProcessGroup, operation: str, parts: Sequence[Work[Any]], value: Any) -> None:
-        self._parts = tuple(parts)
-        self._asked = False
-        super().__init__(asyncio.get_running_loop(), operation, sum(part.nbytes for part in parts))
-        self._group = group
-        self._value = value
-        self._left = len(self._parts)
-        for part in self._parts:
-            part.add_done_callback(self._part_ended)
-
-    @property
-    def where(self) -> str:
-        """See Work; of its parts the number is known, of all together there is none."""
-        return self._group.where(self.operation)
-
-    # The group must know, when it closes, whether the program has asked about a failure; the group knows the parts.
-
-    @property
-    def _retrieved(self) -> bool:
-        return self._asked
-
-    @_retrieved.setter
-    def _retrieved(self, asked: bool) -> None:
-        self._asked = asked
-        if asked:
-            for part in self._parts:
-                part._retrieved = True
-
-    def _part_ended(self, part: Work[Any]) -> None:
-        self._left -= 1
-        if self._done:
-            return
-        if part._error is not None:
-            if self._waiters:
-                self._retrieved = True  # they will be told
-            if len(self._parts) > 1 and isinstance(part._error, CollectiveMismatchError):
-                self._group.abort(f"{self.operation} failed in part: {part._error}")
-            self._fail(part._error)
-        elif not self._left:
-            self._finish(self._value)
 
 
 def divide(arrays: Sequence[Array], bucket_bytes: int) -> list[list[int]]:
