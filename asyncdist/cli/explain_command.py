@@ -14,6 +14,7 @@ import numpy as np
 from rich.table import Table
 
 from asyncdist.arrays.host import sendable_dtype
+from asyncdist.cli.picture import MAX_RANKS, draw
 from asyncdist.cli.tables import (
     BYTES,
     CollectiveName,
@@ -40,6 +41,9 @@ MAX_WORLD: Final = 1 << 20
 
 SIZES: Final = (8, *((1 << 10) << step for step in (0, 3, 6, 8, 10, 12, 14, 16, 18, 20)))
 """Bytes for which the choice is shown where none were given: 8 B, and 1 KiB to 1 GiB."""
+
+PICTURED_ELEMENTS: Final = 16
+"""For each rank, in a picture without --bytes: enough for the cuts of all algorithms."""
 
 _EXPLAINED: Final = tuple(name for name in ALGORITHMS if name not in PRIVATE_COLLECTIVES)
 
@@ -92,6 +96,13 @@ _EXPLAINED: Final = tuple(name for name in ALGORITHMS if name not in PRIVATE_COL
     type=click.Choice(TRANSPORTS),
     help="Transport whose constants are used; else ASYNCDIST_TRANSPORT, else auto.",
 )
+@click.option("--algorithm", help="The algorithm that --plot draws; else the one that is chosen.")
+@click.option(
+    "--plot",
+    "picture",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help=f"Draw what the ranks (up to {MAX_RANKS}) send each other, as SVG.",
+)
 def explain_command(
     collective: str,
     world: int | None,
@@ -105,6 +116,8 @@ def explain_command(
     wanted: bool | None,
     source: str | None,
     transport: str | None,
+    algorithm: str | None,
+    picture: Path | None,
 ) -> None:
     """Show the algorithms of COLLECTIVE with their predicted time and bandwidth, the best first.
 
@@ -122,6 +135,9 @@ def explain_command(
         sizes = (nbytes or 0,) if nbytes is not None or collective == "barrier" else SIZES
         every = [_explained(collective, world, size, itemsize, root, tuning, op, shared=shared) for size in sizes]
         origin = source or _origin(transport)
+        if picture is not None:
+            problem = _pictured(collective, world, nbytes, itemsize, root, tuning.ranks_per_host)
+            picture.write_text(draw(problem, algorithm or every[-1].chosen.algorithm))
     except (ValueError, OSError) as error:
         raise click.UsageError(str(error)) from error
     console = table_console()
@@ -140,6 +156,14 @@ def explain_command(
         console.print(note, highlight=False)
     for line in (*_described(tuning.constants, world, tuning.ranks_per_host, shared=shared), f"constants: {origin}"):
         console.print(line, style="dim", highlight=False)
+
+
+def _pictured(
+    collective: str, world: int, nbytes: int | None, itemsize: int, root: int, ranks_per_host: int
+) -> Problem:
+    """The problem of a picture: of any size, as large vectors are cut into chunks, which it does not show."""
+    nbytes = itemsize * world * PICTURED_ELEMENTS if nbytes is None else nbytes
+    return Problem.of_bytes(collective, world, nbytes, itemsize, root, ranks_per_host=ranks_per_host)
 
 
 def _shape(world: int | None, hosts: int | None, ranks_per_host: int | None) -> tuple[int, int | None]:
