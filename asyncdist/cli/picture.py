@@ -10,7 +10,7 @@ from xml.sax.saxutils import escape
 
 from asyncdist.plan.algorithms.registry import build
 from asyncdist.plan.problem import Problem
-from asyncdist.plan.steps import Fetch, FetchReduce, Plan, Publish, Recv, RecvReduce, Send, Slice, Step
+from asyncdist.plan.steps import Fetch, FetchReduce, Plan, Publish, Recv, RecvReduce, Reduce, Send, Slice, Step
 
 __all__ = ["MAX_RANKS", "Arrow", "arrows", "draw"]
 
@@ -57,14 +57,22 @@ def arrows(plans: Sequence[Plan]) -> list[Arrow]:
                 case Publish():
                     left[rank, step.item] = begun, step.source
                 case Recv() | RecvReduce():
-                    found.append(Arrow(step.peer, rank, begun - 1, elements, isinstance(step, RecvReduce)))
+                    reduced = isinstance(step, RecvReduce) or _is_reduced(plans[rank], index, step.target)
+                    found.append(Arrow(step.peer, rank, begun - 1, elements, reduced))
                 case Fetch() | FetchReduce():
                     part = Slice(elements.buffer, elements.offset + step.offset, step.target.length)
-                    found.append(Arrow(step.peer, rank, begun - 1, part, isinstance(step, FetchReduce)))
+                    reduced = isinstance(step, FetchReduce) or _is_reduced(plans[rank], index, step.target)
+                    found.append(Arrow(step.peer, rank, begun - 1, part, reduced))
             known[index] = begun
         assert len(still) < len(waiting), "the plans wait for each other"
         waiting = still
     return sorted(found, key=lambda arrow: (arrow.round, arrow.source, arrow.target, arrow.elements))
+
+
+def _is_reduced(plan: Plan, index: int, target: Slice) -> bool:
+    """Whether what a step has taken in is reduced by a step of its own."""
+    later = (step for step in plan.steps[index:] if isinstance(step, Reduce) and index in step.after)
+    return any(target.overlaps(step.source) or target.overlaps(step.target) for step in later)
 
 
 def _origin(rank: int, step: Step) -> tuple[object, ...] | None:
