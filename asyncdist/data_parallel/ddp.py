@@ -56,7 +56,7 @@ class DistributedDataParallel:
     `op` may be another reduction than the average, `comm_hook` another way to send a bucket (see `CommHook`). With
     `find_unused_parameters` a gradient that is not ready at the end of a step counts as zeros, else that is a
     ValueError. `tag` and `timeout` are those of every operation: other collectives issued during a step need another
-    tag (with a hook each bucket has one of its own, from `tag` on). Raises TypeError and ValueError for no or
+    tag (with a hook each bucket has one of its own, from `tag` + 1 on). Raises TypeError and ValueError for no or
     unsuitable arrays.
     """
 

@@ -237,7 +237,7 @@ class GradientBuckets:
     `ReduceOp.PREMUL_SUM(share)` weights ranks whose batches differ in size. `comm_hook` is another way to send a bucket
     (see `CommHook`). `tag` and `timeout` are those of every operation; other collectives issued between `ready` and
     `averaged` need another tag, as ranks may come to them with more or fewer buckets gone. With a hook bucket number i
-    has `tag` + i. Raises TypeError and ValueError for no or unsuitable arrays.
+    has `tag` + 1 + i. Raises TypeError and ValueError for no or unsuitable arrays.
     """
 
     def __init__(
@@ -323,7 +323,7 @@ class GradientBuckets:
         if self._comm_hook is None:
             prepare = coalesced.all_reduce_coalesced
             return self._group._collective(OPERATION, self._tag, self._timeout, prepare, gradients, self._op)
-        tag = self._tag + number
+        tag = self._tag + 1 + number
         bucket = GradientBucket(number, self._buffers[number], gradients, self._group, tag, self._timeout)
         return _HookWork(bucket, self._comm_hook)
 

@@ -105,6 +105,20 @@ def test_uneven_inputs(steps: tuple[int, ...]) -> None:
         assert parameters == {name: np.full(shape, sum(averages)).tolist() for name, shape in SHAPES.items()}
 
 
+def test_uneven_inputs_with_a_hook() -> None:
+    """What says that a rank goes on has a tag of its own."""
+
+    async def main(group: Group) -> Any:
+        ddp = await dist.DistributedDataParallel(arrays(), comm_hook=hooks.fp16, bucket_bytes=1)
+        async with ddp.join():
+            for _ in range(group.rank):
+                for name in SHAPES:
+                    ddp.ready(name, np.full(SHAPES[name], 2, np.float32))
+                await ddp.averaged()
+
+    run_world(2, main)
+
+
 def test_a_step_after_join_says_nothing_more() -> None:
     async def main(group: Group) -> None:
         ddp = await dist.DistributedDataParallel(arrays())
