@@ -168,7 +168,11 @@ def _unused(name: str, **more: Any) -> Option:
     default="forever",
     show_default=True,
 )
-@click.option("--pass-local-rank", is_flag=True, help="Append --local_rank=N to the worker's arguments.")
+@click.option(
+    "--pass-local-rank/--use-env",
+    default=False,
+    help="Pass --local_rank=N to the script, before its own arguments, or only set LOCAL_RANK (the default).",
+)
 @click.option("--no-python", is_flag=True, help="Run a program, not a Python script.")
 @click.option("-m", "--module", is_flag=True, help="Run a module, as python -m does.")
 @click.option("--role", default="default", help="Value of ROLE_NAME in the environment of the workers.")
@@ -231,7 +235,6 @@ def _unused(name: str, **more: Any) -> Option:
 @_unused("--rdzv-backend", type=click.Choice(["static", "c10d"]))
 @_unused("--monitor-interval", type=float)
 @_unused("--start-method")
-@_unused("--use-env", is_flag=True)
 @_unused("--run-path", is_flag=True)
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -281,8 +284,9 @@ def _config(script: str, args: tuple[str, ...], options: dict[str, Any]) -> Laun
         for key in times.unused:
             _say(f"--rdzv-conf {key} has no meaning here and is not used")
         store_text = "" if standalone else environ.get("ASYNCDIST_STORE", "")
+        command = worker_command(script, args, module=options["module"], no_python=options["no_python"])
         return LaunchConfig(
-            command=worker_command(script, args, module=options["module"], no_python=options["no_python"]),
+            command=command,
             nproc_per_node=options["nproc_per_node"],
             nnodes=most,
             min_nodes=None if least == most else least,
@@ -299,7 +303,7 @@ def _config(script: str, args: tuple[str, ...], options: dict[str, Any]) -> Laun
             last_call_s=times.last_call_s,
             lost_after_s=times.lost_after_s,
             store_outage_s=options["store_outage"],
-            pass_local_rank=options["pass_local_rank"],
+            local_rank_at=len(command) - len(args) if options["pass_local_rank"] else None,
             role=options["role"],
             logs=LogSpec(
                 log_dir=options["log_dir"] or None,

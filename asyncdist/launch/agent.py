@@ -179,8 +179,8 @@ class NodeAgent:
         assert self._killer is not None
         rank = place.roster.first_rank + local_rank
         command = list(self._config.command)
-        if self._config.pass_local_rank:
-            command.append(f"--local_rank={local_rank}")
+        if self._config.local_rank_at is not None:
+            command.insert(self._config.local_rank_at, f"--local_rank={local_rank}")
         environment = worker_environment(place, local_rank, attempt, self._config.max_restarts, self._environ)
         stdout, stderr = self.logs.destinations(local_rank)
         if (folder := self.logs.folder(local_rank)) is not None:

@@ -88,12 +88,13 @@ class Endpoint:
 class LaunchConfig:
     """One node's part of a job.
 
-    `command` is a worker's argument vector. `store` is a daemon that already runs (ASYNCDIST_STORE): then no launcher
-    hosts one. `endpoint` is where the nodes meet, and where the first of them hosts the store. Neither: this node is
-    alone and hosts on an ephemeral loopback port. `tls` holds for every store but one on loopback that is hosted here.
-    `logs` says where the workers' output goes, `ending_signals` which signals to the launcher end the job. With
-    `virtual_local_rank` each worker sees one GPU and is local rank 0. `interface` is the network interface the workers
-    use. A daemon may be away for `store_outage_s` while all nodes are well. All times are seconds.
+    `command` is a worker's argument vector, in which `--local_rank=N` goes to the place `local_rank_at`. `store` is a
+    daemon that already runs (ASYNCDIST_STORE): then no launcher hosts one. `endpoint` is where the nodes meet, and
+    where the first of them hosts the store. Neither: this node is alone and hosts on an ephemeral loopback port. `tls`
+    holds for every store but one on loopback that is hosted here. `logs` says where the workers' output goes,
+    `ending_signals` which signals to the launcher end the job. With `virtual_local_rank` each worker sees one GPU and
+    is local rank 0. `interface` is the network interface the workers use. A daemon may be away for `store_outage_s`
+    while all nodes are well. All times are seconds.
 
     With `min_nodes` the job is elastic: `nnodes` are the most it may have, nodes come and go, a node is lost after
     `lost_after_s` of silence, and `node_rank` says no more than whether this launcher may host the store.
@@ -112,7 +113,7 @@ class LaunchConfig:
     grace_s: float = DEFAULT_GRACE_S
     shutdown_timeout_s: float = DEFAULT_SHUTDOWN_TIMEOUT_S
     join_timeout_s: float = DEFAULT_JOIN_TIMEOUT_S
-    pass_local_rank: bool = False
+    local_rank_at: int | None = None
     role: str = "default"
     logs: LogSpec = field(default_factory=LogSpec)
     ending_signals: tuple[signal.Signals, ...] = ENDING

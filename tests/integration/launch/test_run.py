@@ -82,7 +82,7 @@ def test_module_program_and_local_rank(tmp_path: Path) -> None:
     done = run("-m", "shower", "a", PYTHONPATH=str(tmp_path))
     assert shown(done.stdout)[0]["argv"] == ["a"]
     done = run("--nproc-per-node", "2", "--pass-local-rank", script, "a")
-    assert [worker["argv"] for worker in shown(done.stdout)] == [["a", f"--local_rank={rank}"] for rank in (0, 1)]
+    assert [worker["argv"] for worker in shown(done.stdout)] == [[f"--local_rank={rank}", "a"] for rank in (0, 1)]
     done = run("--no-python", "sh", "-c", "echo $RANK of $WORLD_SIZE")
     assert done.stdout == "[rank 0] 0 of 1\n"
     done = run("--no-python", "no-such-program")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from launching import DEADLINE_S, pids_in, run, running, write_script
+from jobs import free_port
+from launching import DEADLINE_S, clean_environment, pids_in, run, running, write_script
 
 HANDLE = """
     import os, pathlib, signal, sys, time
@@ -71,3 +74,37 @@ def test_port_0_of_one_node_is_a_free_one(tmp_path: Path) -> None:
     script = write_script(tmp_path, 'import os; print(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) > 0)')
     done = run("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", script)
     assert done.stdout == "[rank 0] 127.0.0.1 True\n", done.stderr
+
+
+PARSE = """
+    import argparse, os
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int, default=-1)
+    parser.add_argument("rest", nargs=argparse.REMAINDER)
+    given = parser.parse_args()
+    print(*(os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")), given.local_rank, given.rest)
+"""
+
+
+@pytest.mark.slow("two interpreters that nothing is imported into before")
+@pytest.mark.parametrize(("use_env", "told"), [((), (0, 1)), (("--use_env",), (-1, -1))])
+def test_the_launch_utility_tells_scripts_their_local_rank(
+    tmp_path: Path, use_env: tuple[str, ...], told: tuple[int, int]
+) -> None:
+    write_script(tmp_path, PARSE, "parses.py")
+    nodes = (
+        "--nproc_per_node=2",
+        "--nnodes",
+        "1",
+        "--node_rank=0",
+        "--master_addr=127.0.0.1",
+        f"--master_port={free_port()}",
+    )
+    launch = [sys.executable, "-m", "asyncdist.launch", *nodes, *use_env, "-m", "parses", "epochs", "--use_env"]
+    done = subprocess.run(
+        launch, env=clean_environment(PYTHONPATH=str(tmp_path)), capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        f"[rank {rank}] {rank} {rank} 2 {told[rank]} ['epochs', '--use_env']" for rank in (0, 1)
+    ]
