@@ -115,7 +115,7 @@ class Transfer:
     def failure(self, error: Exception) -> DistError | None:
         """What MPI's error says, if it is about a length that does not suit; None otherwise."""
         for status, (source, expected) in zip(self.statuses or (), self._expected, strict=False):
-            if status.Get_error() == self._mpi.ERR_TRUNCATE:
+            if self._mpi.Get_error_class(status.Get_error()) == self._mpi.ERR_TRUNCATE:  # MPICH's codes hold more
                 return another_length(self._ranks[source], status.Get_count(self._mpi.BYTE), expected)
         return None
 

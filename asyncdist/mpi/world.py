@@ -11,7 +11,8 @@ import msgpack
 import numpy as np
 
 from asyncdist.concurrency.deadline import Deadline
-from asyncdist.errors import ConnectTimeoutError, DistError
+from asyncdist.errors import ConnectTimeoutError, DistBackendError, DistError
+from asyncdist.launch.scheduler import find_place
 from asyncdist.mpi.library import leave_behind, load
 from asyncdist.mpi.mesh import MpiMesh
 from asyncdist.plan.selection.selector import parse_overrides
@@ -89,11 +90,13 @@ async def join_by_mpi(
 ) -> World:
     """Meet the ranks of MPI_COMM_WORLD, whose numbers ranks have here too.
 
-    Raises ValueError where `method` has other ones, DistBackendError where MPI cannot be used, DistError where ranks
-    contradict each other, and ConnectTimeoutError when not all have called this in time.
+    Raises ValueError where `method` has other ones, DistBackendError where MPI cannot be used or is not the launcher's,
+    DistError where ranks contradict each other, and ConnectTimeoutError when not all have called this in time.
     """
     mpi = load()
     rank, size = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
+    if size == 1 and method.world_size != 1:
+        _check_alone(mpi, environ)
     for what, given, known in (("rank", method.rank, rank), ("world_size", method.world_size, size)):
         if given not in (-1, known):
             raise ValueError(f"{what}={given}, but MPI says {known}: leave it out, or give a store to meet in")
@@ -117,6 +120,19 @@ async def join_by_mpi(
     world.mesh.crowded = world.tuning.crowded
     await world.mesh.listen()
     return world
+
+
+def _check_alone(mpi: Any, environ: Mapping[str, str]) -> None:
+    """An MPI that another one's launcher has started finds nobody, and makes each process a world of one."""
+    place = find_place(environ)
+    if place is None or place.size == 1:
+        return
+    of = "" if place.size is None else f" of {place.size}"
+    raise DistBackendError(
+        f"{place.by} has started this process as number {place.rank}{of}, but mpi4py has loaded {mpi.get_vendor()[0]}, "
+        "which knows of no other process. Start it by that MPI's own mpirun, or name the launcher's MPI in "
+        "MPI4PY_LIBMPI; srun needs --mpi=pmix or --mpi=pmi2. Alone it joins with world_size=1"
+    )
 
 
 class _Meeting:

@@ -21,11 +21,12 @@ __all__ = ["Job", "mpirun", "need_mpi"]
 LIMIT_S: Final = 90.0
 """No program takes nearly as long, on a machine that does other things as well."""
 
-OPEN_MPI: Final = {
+MPI: Final = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "UCX_LOG_LEVEL": "error",  # MPICH's UCX writes warnings to stdout of what an abort leaves behind
 }
 
 PYTHON: Final = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "", "PYTHONWARNINGS": "error"}
@@ -69,7 +70,7 @@ def mpirun(code: str, size: int, environ: Mapping[str, str] | None = None) -> Jo
     began_s = time.monotonic()
     ended = subprocess.run(
         ["mpirun", "-n", str(size), sys.executable, "-c", kits + PRELUDE + textwrap.dedent(code)],
-        env={**inherited, **OPEN_MPI, **PYTHON, **(environ or {})},
+        env={**inherited, **MPI, **PYTHON, **(environ or {})},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from launching import DEADLINE_S, clean_environment, write_script
 
-pytestmark = [
-    pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun"),
-    pytest.mark.slow("mpirun and the launchers take seconds to start and to end"),
-]
+pytestmark = pytest.mark.slow("mpirun and the launchers take seconds to start and to end")
+
+OPEN_MPI = ["mpirun", *(["--allow-run-as-root"] if os.getuid() == 0 else []), "--oversubscribe"]
+HYDRA = ["mpiexec.hydra"]
 
 SUM = """
     import asyncdist as dist, numpy as np
@@ -28,23 +28,48 @@ SUM = """
 """
 
 
-def mpirun(*command: str) -> list[str]:
-    as_root = ("--allow-run-as-root",) if os.getuid() == 0 else ()
+def started(launcher: list[str], size: int, *command: str) -> list[str]:
+    """Run `command` on `size` ranks of that launcher, and return what they say, once they have ended well."""
+    if shutil.which(launcher[0]) is None or (launcher is OPEN_MPI and "Open MPI" not in version_of(launcher[0])):
+        pytest.skip(f"needs {launcher[0]} of {'Open MPI' if launcher is OPEN_MPI else 'MPICH'}")
     done = subprocess.run(
-        ["mpirun", *as_root, "--oversubscribe", "-n", "2", *command],
+        [*launcher, "-n", str(size), *command],
         env=clean_environment(),
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
     )
     assert done.returncode == 0, done.stderr
-    return sorted(re.findall(r"\d of \d: \d, local \d", done.stdout))  # mpirun may mix the lines of ranks
+    return sorted(re.findall(r"\d of \d: \d, local \d", done.stdout))  # they may mix the lines of ranks
 
 
-def test_processes_of_mpirun_are_ranks(tmp_path: Path) -> None:
-    assert mpirun(sys.executable, write_script(tmp_path, SUM)) == ["0 of 2: 2, local 0", "1 of 2: 2, local 1"]
+def version_of(program: str) -> str:
+    return subprocess.run([program, "--version"], capture_output=True, text=True, timeout=DEADLINE_S).stdout
 
 
-def test_launchers_of_mpirun_are_nodes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", [OPEN_MPI, HYDRA], ids=["Open MPI", "MPICH"])
+def test_processes_are_ranks(tmp_path: Path, launcher: list[str]) -> None:
+    said = started(launcher, 4, sys.executable, write_script(tmp_path, SUM))
+    assert said == [f"{rank} of 4: 4, local {rank}" for rank in range(4)]
+
+
+@pytest.mark.parametrize("launcher", [OPEN_MPI, HYDRA], ids=["Open MPI", "MPICH"])
+def test_launchers_are_nodes(tmp_path: Path, launcher: list[str]) -> None:
     command = (sys.executable, "-m", "asyncdist", "run", "--nproc-per-node", "2", write_script(tmp_path, SUM))
-    assert mpirun(*command) == [f"{rank} of 4: 4, local {rank % 2}" for rank in range(4)]
+    assert started(launcher, 2, *command) == [f"{rank} of 4: 4, local {rank % 2}" for rank in range(4)]
+
+
+def test_the_wrong_mpis_launcher_makes_no_worlds_of_one(tmp_path: Path) -> None:
+    pytest.importorskip("mpi4py", reason="needs mpi4py, on Open MPI")
+    wrong = SUM.replace("init_process_group()", "init_process_group('mpi')")
+    if shutil.which(HYDRA[0]) is None or "Open MPI" not in version_of("mpirun"):
+        pytest.skip("needs mpiexec.hydra, and Open MPI for mpi4py")
+    done = subprocess.run(
+        [*HYDRA, "-n", "2", sys.executable, "-W", "ignore", write_script(tmp_path, wrong)],
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode != 0
+    assert "MPICH has started this process as number 1 of 2, but mpi4py has loaded Open MPI" in done.stderr

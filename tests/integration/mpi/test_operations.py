@@ -138,7 +138,8 @@ def test_the_page() -> None:
 
 WITH_A_STORE = """
 async def main():
-    place, size = int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_SIZE"])
+    by = "OMPI_COMM_WORLD" if "OMPI_COMM_WORLD_RANK" in os.environ else "PMI"
+    place, size = int(os.environ[f"{by}_RANK"]), int(os.environ[f"{by}_SIZE"])
     rank = size - 1 - place  # the store numbers ranks in another way than MPI
     async with dist.init_process_group("cpu:mpi", rank=rank, world_size=size, timeout=60) as group:
         assert group.rank == rank

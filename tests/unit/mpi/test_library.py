@@ -157,6 +157,25 @@ async def test_who_joins_as_another_rank_than_mpis(monkeypatch: pytest.MonkeyPat
             await world.join_by_mpi(method, "", Deadline.after(1, 0), allow_pickle=False, check="on")
 
 
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({"PMI_RANK": "1", "PMI_SIZE": "4"}, "MPICH has started this process as number 1 of 4, but .* Open MPI"),
+        ({"PMI_RANK": "1"}, "PMI_SIZE not set"),
+        ({"JOB_COMPLETION_INDEX": "3"}, "Kubernetes has started this process as number 3, but"),
+    ],
+)
+async def test_an_mpi_that_is_not_the_launchers_makes_no_world_of_one(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], said: str
+) -> None:
+    world_of_one = SimpleNamespace(Get_size=lambda: 1, Get_rank=lambda: 0)
+    alone = SimpleNamespace(COMM_WORLD=world_of_one, get_vendor=lambda: ("Open MPI", (4, 1, 4)))
+    monkeypatch.setattr(world, "load", lambda: alone)
+    method = InitMethod(-1, -1, by_mpi=True)
+    with pytest.raises((dist.DistBackendError, ValueError), match=said):
+        await world.join_by_mpi(method, "", Deadline.after(1, 0), allow_pickle=False, check="on", environ=environ)
+
+
 def test_arrays_on_gpus_are_refused() -> None:
     names = BackendNames(dist.Backend.MPI, dist.Backend.MPI)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match='backend "mpi" carries host arrays only; with "cpu:mpi,cuda:nccl"'):
