@@ -315,6 +315,8 @@ def _config(script: str, args: tuple[str, ...], options: dict[str, Any]) -> Laun
             ),
             ending_signals=options["signals_to_handle"],
             virtual_local_rank=options["virtual_local_rank"],
+            first_local_rank=options.get("first_local_rank", 0),
+            local_world_size=options.get("local_world_size"),
             interface=options["local_addr"],
         )
     except (ValueError, FileNotFoundError) as error:
@@ -342,6 +344,9 @@ def _take_scheduled_place(options: dict[str, Any], environ: Mapping[str, str]) -
             raise ValueError(f"{said}, but of how many? {hint}")
         options["nnodes"] = place.size, place.size
     least, most = options["nnodes"]
+    if least == most == place.size and place.local_rank is not None and place.local_size is not None:
+        nproc = options["nproc_per_node"]
+        options["first_local_rank"], options["local_world_size"] = place.local_rank * nproc, place.local_size * nproc
     if most == 1 or options["rdzv_endpoint"] or options["master_addr"]:
         return
     if options["node_rank"] is None and least == most and place.size in (None, most):

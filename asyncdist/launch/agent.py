@@ -162,6 +162,8 @@ class NodeAgent:
             virtual_local_rank=self._config.virtual_local_rank,
             interface=self._config.interface,
             restarts=restarts,
+            first_local_rank=self._config.first_local_rank,
+            local_world_size=self._config.local_world_size,
         )
 
     def _new_attempt(self, number: int, place: NodePlace, on_failure: Callable[[Exit], None]) -> Attempt:
@@ -180,7 +182,7 @@ class NodeAgent:
         rank = place.roster.first_rank + local_rank
         command = list(self._config.command)
         if self._config.local_rank_at is not None:
-            command.insert(self._config.local_rank_at, f"--local_rank={local_rank}")
+            command.insert(self._config.local_rank_at, f"--local_rank={place.first_local_rank + local_rank}")
         environment = worker_environment(place, local_rank, attempt, self._config.max_restarts, self._environ)
         stdout, stderr = self.logs.destinations(local_rank)
         if (folder := self.logs.folder(local_rank)) is not None:

@@ -93,8 +93,9 @@ class LaunchConfig:
     where the first of them hosts the store. Neither: this node is alone and hosts on an ephemeral loopback port. `tls`
     holds for every store but one on loopback that is hosted here. `logs` says where the workers' output goes,
     `ending_signals` which signals to the launcher end the job. With `virtual_local_rank` each worker sees one GPU and
-    is local rank 0. `interface` is the network interface the workers use. A daemon may be away for `store_outage_s`
-    while all nodes are well. All times are seconds.
+    is local rank 0. Where several launchers share a host, `first_local_rank` and `local_world_size` count the workers
+    of all. `interface` is the network interface the workers use. A daemon may be away for `store_outage_s` while all
+    nodes are well. All times are seconds.
 
     With `min_nodes` the job is elastic: `nnodes` are the most it may have, nodes come and go, a node is lost after
     `lost_after_s` of silence, and `node_rank` says no more than whether this launcher may host the store.
@@ -118,6 +119,8 @@ class LaunchConfig:
     logs: LogSpec = field(default_factory=LogSpec)
     ending_signals: tuple[signal.Signals, ...] = ENDING
     virtual_local_rank: bool = False
+    first_local_rank: int = 0
+    local_world_size: int | None = None
     interface: str | None = None
     min_nodes: int | None = None
     last_call_s: float = DEFAULT_LAST_CALL_S

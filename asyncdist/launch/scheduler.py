@@ -59,7 +59,7 @@ def find_place(environ: Mapping[str, str], fqdn: Callable[[], str] = socket.getf
     mpi = _mpi(environ, "Open MPI", "OMPI_COMM_WORLD_", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
     mpi = mpi or _mpi(environ, "MPICH", "PMI_", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
     slurm = _slurm(environ)
-    by_srun = slurm is not None and environ.get("PMI_JOBID", "") == slurm.job.removeprefix("slurm-")
+    by_srun = slurm is not None and environ.get("PMI_JOBID", "") == slurm.job.removeprefix("slurm-").partition("r")[0]
     if mpi is not None and not by_srun:
         return mpi
     return slurm or _pmix(environ) or _kubernetes(environ, fqdn)
@@ -101,6 +101,10 @@ def _mpi(environ: Mapping[str, str], by: str, prefix: str, local_rank: str, loca
     rank, size = _numbers(environ, by, f"{prefix}RANK", f"{prefix}SIZE")
     place = _numbers(environ, by, local_rank, local_size) if environ.get(local_rank) else (None, None)
     job = environ.get("PMIX_NAMESPACE") or environ.get("PMI_JOBID") or ""
+    if not job and environ.get(
+        "SLURM_JOB_ID"
+    ):  # MPICH names no job; srun starts its launcher on each node, as one step
+        job = f"{environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '')}"
     nodes = environ.get("SLURM_JOB_NODELIST")
     host = "127.0.0.1" if place[1] == size else _first_host(nodes) if nodes else None
     return Place(by, rank, size, job and f"mpi-{job}", _port(job or f"user {os.getuid()}"), host, *place)
@@ -118,7 +122,8 @@ def _slurm(environ: Mapping[str, str]) -> Place | None:
     counts = _tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     node = environ.get("SLURM_NODEID", "")
     local_size = counts[int(node)] if node.isdecimal() and int(node) < len(counts) else None
-    name = f"{job}.{step}"
+    restarts = environ.get("SLURM_RESTART_COUNT", "0")  # `scontrol requeue` numbers job and steps as before
+    name = f"{job}.{step}" if restarts == "0" else f"{job}.{step}r{restarts}"
     return Place("Slurm", rank, size, f"slurm-{name}", _port(name), host, local_rank, local_size)
 
 

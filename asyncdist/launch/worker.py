@@ -78,7 +78,8 @@ class NodePlace:
     `master` is what MASTER_ADDR and MASTER_PORT say: the store's address, unless the user named another. `tls` says
     whether the store has TLS. All ranks of a job have one `role`, which is for the script to read. With
     `virtual_local_rank` each worker sees only its GPU. `interface` is the network interface to use, if one was chosen.
-    `restarts` is how many restarts an elastic job has had: its rounds, the attempts, may be more.
+    `restarts` is how many restarts an elastic job has had: its rounds, the attempts, may be more. Where several
+    launchers share a host, `first_local_rank` and `local_world_size` count the workers of all.
     """
 
     roster: Roster
@@ -90,6 +91,8 @@ class NodePlace:
     virtual_local_rank: bool = False
     interface: str | None = None
     restarts: int | None = None
+    first_local_rank: int = 0
+    local_world_size: int | None = None
 
 
 def worker_environment(
@@ -114,9 +117,9 @@ def worker_environment(
             environment.pop(name, None)
     environment.update(
         RANK=rank,
-        LOCAL_RANK=str(local_rank),
+        LOCAL_RANK=str(place.first_local_rank + local_rank),
         WORLD_SIZE=str(roster.world_size),
-        LOCAL_WORLD_SIZE=str(roster.nproc),
+        LOCAL_WORLD_SIZE=str(place.local_world_size or roster.nproc),
         GROUP_RANK=str(roster.node_rank),
         GROUP_WORLD_SIZE=str(len(roster.nprocs)),
         ROLE_NAME=place.role,

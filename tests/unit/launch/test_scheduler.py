@@ -51,6 +51,11 @@ def nameless() -> str:
         ("srun -n1", ("Slurm", 0, 1, "slurm-3.0", "127.0.0.1", 0, 1)),
         ("srun within sbatch, last task", ("Slurm", 3, 4, "slurm-4.0", "node1", 1, 2)),
         ("srun --mpi=pmi2", ("Slurm", 1, 2, "slurm-6.0", "127.0.0.1", 1, 2)),
+        ("srun --mpi=pmix", ("Slurm", 1, 2, "slurm-1.0", "127.0.0.1", 1, 2)),
+        ("srun of a requeued job, last task", ("Slurm", 3, 4, "slurm-2.0r1", "node1", 1, 2)),
+        ("mpiexec.hydra of MPICH 4.0 within sbatch, last process", ("MPICH", 3, 4, "mpi-2.0", "node1", 1, 2)),
+        ("mpiexec.hydra of MPICH 5.0 within sbatch, last process", ("MPICH", 3, 4, "mpi-3.0", "node1", 1, 2)),
+        ("mpirun of Open MPI 4.1 within sbatch, last process", ("Open MPI", 3, 4, "mpi-691863553", "node1", 1, 2)),
         ("mpirun within salloc", ("Open MPI", 1, 2, "mpi-896008193", "node1", 0, 1)),
         ("mpirun of Open MPI 4.1", ("Open MPI", 1, 2, "mpi-358547457", "127.0.0.1", 1, 2)),
         ("mpiexec.hydra of MPICH 4.0", ("MPICH", 1, 2, "", "127.0.0.1", 1, 2)),
@@ -184,6 +189,22 @@ def test_launchers_of_a_step_are_nodes(launched: Any) -> None:
     place = find_place(PER_NODE, nameless)
     assert place is not None
     assert config.endpoint.port == place.port
+
+
+def test_launchers_that_share_a_host_count_its_workers(launched: Any) -> None:
+    config = launched(RECORDED["srun -n3 on two nodes, second task"], "--nproc-per-node", "2")
+    assert (config.nnodes, config.node_rank, config.first_local_rank, config.local_world_size) == (3, 1, 2, 4)
+    elastic = launched(RECORDED["srun -n3 on two nodes, second task"], "--nnodes", "1:3")
+    assert (elastic.first_local_rank, elastic.local_world_size) == (0, None)
+
+
+def test_a_job_that_was_requeued_is_another(launched: Any) -> None:
+    again = PER_NODE | {"SLURM_RESTART_COUNT": "1"}
+    assert launched(again).job_id == "slurm-1.0r1"
+    assert launched(again).endpoint != launched(PER_NODE).endpoint
+    pmi2 = find_place(RECORDED["srun --mpi=pmi2"] | {"SLURM_RESTART_COUNT": "2"}, nameless)
+    assert pmi2 is not None
+    assert (pmi2.by, pmi2.job) == ("Slurm", "slurm-6.0r2")
 
 
 def test_options_win(launched: Any) -> None:
