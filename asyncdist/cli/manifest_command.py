@@ -1,9 +1,10 @@
-"""`asyncdist manifest`: YAML for Kubernetes, to be read, changed and given to `kubectl apply -f -`."""
+"""`asyncdist manifest`: files to be read, changed and given to `kubectl apply -f -`, or to Slurm's `sbatch`."""
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from string import Template
@@ -50,20 +51,24 @@ def _quantity(ctx: click.Context, param: click.Parameter, value: str) -> str:
 def _job_options(command: Callable[..., None]) -> Callable[..., None]:
     for option in (
         click.argument("args", nargs=-1, required=True, metavar="SCRIPT [ARGS]...", type=click.UNPROCESSED),
-        click.option("--store", help="HOST:PORT of a standing daemon; else the launcher of pod 0 hosts the store."),
+        click.option("--store", help="HOST:PORT of a standing daemon; else the first launcher hosts the store."),
         click.option("--max-restarts", type=click.IntRange(0), default=0, show_default=True, help="Restarts allowed."),
-        click.option("--nproc-per-node", default="1", show_default=True, help="Workers in each pod: a number or auto."),
-        click.option("--nodes", type=click.IntRange(1), default=2, show_default=True, help="Number of pods."),
-        click.option("--image", required=True, help="Container image with asyncdist and the script."),
+        click.option(
+            "--nproc-per-node", default="1", show_default=True, help="Workers of each launcher: a number, auto or gpu."
+        ),
+        click.option("--nodes", type=click.IntRange(1), default=2, show_default=True, help="Number of pods or hosts."),
         click.option("--name", callback=_name, required=True, help="Name of the job."),
     ):
         command = option(command)
     return command
 
 
-@click.group("manifest", cls=SuggestingGroup, short_help="Print YAML for Kubernetes.")
+_image = click.option("--image", required=True, help="Container image with asyncdist and the script.")
+
+
+@click.group("manifest", cls=SuggestingGroup, short_help="Print files for Kubernetes and Slurm.")
 def manifest_group() -> None:
-    """Print YAML for Kubernetes: a durable store, and jobs whose pods need no option."""
+    """Print YAML for Kubernetes, a durable store and jobs whose pods need no option, or a file for Slurm's sbatch."""
 
 
 @manifest_group.command("store")
@@ -77,6 +82,7 @@ def store_command(name: str, image: str, storage: str) -> None:
 
 @manifest_group.command("job", context_settings={"allow_interspersed_args": False})
 @_job_options
+@_image
 def job_command(**options: Any) -> None:
     """Print an Indexed Job, one launcher in each pod, and the Service that names the pods."""
     _print_job("job.yaml", **options)
@@ -84,9 +90,21 @@ def job_command(**options: Any) -> None:
 
 @manifest_group.command("jobset", context_settings={"allow_interspersed_args": False})
 @_job_options
+@_image
 def jobset_command(**options: Any) -> None:
     """Print a JobSet, one launcher in each pod. JobSet names the pods, and restarts all when one is lost."""
     _print_job("jobset.yaml", **options)
+
+
+@manifest_group.command("sbatch", context_settings={"allow_interspersed_args": False})
+@_job_options
+@click.option("--tasks-per-node", type=click.IntRange(1), default=1, show_default=True, help="Launchers on each host.")
+def sbatch_command(args: tuple[str, ...], **options: Any) -> None:
+    """Print a file for sbatch, in which srun starts the launchers."""
+    store = options.pop("store")
+    options["nproc_per_node"] = shlex.quote(options["nproc_per_node"])
+    exported = f"export ASYNCDIST_STORE={shlex.quote(store)}\n" if store else ""
+    _print("sbatch.sh", **options, store=exported, command=shlex.join(args))
 
 
 def _print_job(template: str, args: tuple[str, ...], **options: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from typing import Any
 
 import pytest
@@ -99,6 +100,21 @@ def test_a_jobset_has_one_job_whose_pods_jobset_names() -> None:
     assert spec["completions"] == 4
     assert "subdomain" not in pod_of(spec)
     assert variables(pod_of(spec))["ASYNCDIST_STORE"] == "store:1"
+
+
+def test_the_file_for_sbatch_is_a_script_of_sh() -> None:
+    options = ("--name", "train", "--nodes", "4", "--tasks-per-node", "2", "--store", "store:1")
+    result = CliRunner().invoke(manifest_group, ["sbatch", *options, *SCRIPT, "$HOME", "a b"])
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert lines[0] == "#!/bin/sh"
+    assert {"#SBATCH --job-name=train", "#SBATCH --nodes=4", "#SBATCH --ntasks-per-node=2"} <= set(lines)
+    trial = 'srun() { printf \'%s\\n\' "$ASYNCDIST_STORE" "$ASYNCDIST_TOKEN" "$@"; }\n' + result.output.replace(
+        "exec ", ""
+    )
+    done = subprocess.run(["sh"], input=trial, env={"ASYNCDIST_TOKEN": "mine"}, capture_output=True, text=True)
+    command = ["asyncdist", "run", "--nproc-per-node", "1", "--max-restarts", "0"]
+    assert done.stdout.splitlines() == ["store:1", "mine", *command, *SCRIPT, "$HOME", "a b"], done.stderr
 
 
 @pytest.mark.parametrize(
