@@ -38,7 +38,7 @@ help:
 	@echo "                every answer (KILLS=200)"
 	@echo "                and fuzz both doors of the store daemon (FRAMES=1000000 at each)"
 	@echo "make multinode  run jobs on several hosts, namespaces and containers, that are killed, stopped, cut off, late or"
-	@echo "                wrong, and docker-compose.yml (as root; installs Debian's docker when missing)"
+	@echo "                wrong, docker-compose.yml, and a Slurm (as root; installs Debian's docker and Slurm when missing)"
 	@echo "make gpu        test and measure on this machine's GPU in less than eight minutes: docs/benchmarks/gpu.md"
 	@echo "make clean      remove .venv and everything else that was built"
 

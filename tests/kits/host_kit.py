@@ -211,10 +211,18 @@ class Namespaces(Hosts):
             self._ip(host, "addr", "add", f"{self.address(name, network)}/24", "dev", end)
             self._ip(host, "link", "set", end, "up")
 
-    def _start(self, name: str, program: Sequence[str], environ: dict[str, str]) -> None:
-        command = ["ip", "netns", "exec", f"{self.prefix}-{name}", sys.executable, "-m", *program]
+    def inside(self, name: str, *command: str) -> list[str]:
+        """The command that runs `command` on a host."""
+        return ["ip", "netns", "exec", f"{self.prefix}-{name}", *command]
+
+    def start_command(self, name: str, command: Sequence[str], environ: dict[str, str]) -> None:
+        """Start any program on a host, with this process's environment and `environ`."""
         kits = str(ROOT / "tests/kits")
-        self._spawn(name, command, clean_environment(PYTHONPATH=kits, PYTHONUNBUFFERED="1", **environ))
+        environ = clean_environment(PYTHONPATH=kits, PYTHONUNBUFFERED="1", **environ)
+        self._spawn(name, self.inside(name, *command), environ)
+
+    def _start(self, name: str, program: Sequence[str], environ: dict[str, str]) -> None:
+        self.start_command(name, [sys.executable, "-m", *program], environ)
 
     def start(self, name: str, arguments: Sequence[str], environ: dict[str, str]) -> None:
         self._start(name, ["asyncdist", *arguments], environ)

@@ -100,6 +100,19 @@ install_tools() {
   if docker info >/dev/null 2>&1 && command -v systemctl >/dev/null; then service=1; fi
 }
 
+# Where it cannot be installed, test_slurm.py is skipped and says so. The tests start daemons of their own.
+install_slurm() {
+  local munge
+  munge=$(command -v munged) || true
+  [[ $munge ]] && command -v slurmctld >/dev/null && command -v slurmd >/dev/null && return
+  ((EUID == 0)) && command -v apt-get >/dev/null || return 0
+  say "installing from this machine's packages: slurm-wlm munge"
+  apt-get -qq update &&
+    DEBIAN_FRONTEND=noninteractive apt-get -qq install --yes --no-install-recommends slurm-wlm munge >"$CACHE/slurm.log" 2>&1 ||
+    say "slurm-wlm cannot be installed: no scenario runs on Slurm"
+  [[ $munge ]] || ! command -v systemctl >/dev/null || systemctl stop munge >/dev/null 2>&1 || true
+}
+
 # The engine has its own folder and socket, and touches neither the firewall nor the interfaces of the host.
 start_engine() {
   docker info >/dev/null 2>&1 && return
@@ -186,6 +199,7 @@ mkdir -p "$CACHE"
 trap clean_up EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
+install_slurm
 install_tools
 start_engine
 images=1
