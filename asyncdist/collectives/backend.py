@@ -179,6 +179,9 @@ class GroupBackend(ABC):
         One that has not been started never will be: it was refused, here or elsewhere. Messages may have come already.
         """
 
+    def elsewhere(self, tag: int, sequence: int) -> None:  # noqa: B027 - most have no order of their own
+        """The operation at this place of the group's order is on GPU arrays: another backend carries it out."""
+
     def close(self) -> None:
         """The group is closed: give back what outlives operations. Idempotent."""
         return

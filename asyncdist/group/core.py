@@ -177,6 +177,7 @@ class GroupCore:
             if call.device is not None:
                 backend = devices = self._backends.devices or self._backends.on_gpus()
                 devices.check(call)
+                self._backends.host.elsewhere(tag, sequence)
             last = self._last_task.get(tag)
             if last is None or last() is not current_task(self._loop):
                 self._overlap.issue(tag, operation)

@@ -37,6 +37,8 @@ __all__ = ["MpiBackend"]
 
 REFUSED: Final = -1
 """In place of a fingerprint: this rank does not carry the operation out."""
+ELSEWHERE: Final = -2
+"""In place of a fingerprint: the arrays are on GPUs, whose backend carries the operation out."""
 SETTLE_S: Final = 0.05
 """How long an abort waits for MPI's operations: all ranks have begun them, as a rule, so that they end at once."""
 FINGERPRINTS_KEPT: Final = 256
@@ -53,7 +55,7 @@ class Issued(NamedTuple):
 
 
 class Agreement:
-    """The exchange of fingerprints in one place of the order. `issued` is None where this rank refuses."""
+    """The exchange of fingerprints in one place of the order. `issued` is None where this rank has nothing to begin."""
 
     __slots__ = ("done", "fingerprint", "issued", "mine", "number", "request", "theirs")
 
@@ -84,8 +86,8 @@ class MpiBackend(HostBackend):
         self._owns_comms = self._comms is None
         self._making = False
         self._by_mpi = len(ranks) > 1 and (self._comms is not None or threads_allowed(mesh.mpi))
-        self._due: dict[int, Issued | None] = {}
-        """By place in the order, what is not agreed on yet; None where this rank refuses."""
+        self._due: dict[int, Issued | int] = {}
+        """By place in the order, what is not agreed on yet, or REFUSED, or ELSEWHERE."""
         self._next = 0
         self._agreements: deque[Agreement] = deque()
         self._transfers: dict[int, tuple[Transfer, Issued]] = {}
@@ -98,6 +100,12 @@ class MpiBackend(HostBackend):
             super().start(call, work, on_end)
         else:
             self._due[work.number] = Issued(call, work, on_end)
+            self._agree()
+
+    def elsewhere(self, tag: int, sequence: int) -> None:
+        """See GroupBackend. The place is agreed on, too: another rank may refuse it, or have a host array there."""
+        if not tag and self._by_mpi and sequence >= self._next:
+            self._due[sequence] = ELSEWHERE
             self._agree()
 
     def waiting_for(self, tag: int, sequence: int) -> tuple[int, ...]:
@@ -114,7 +122,7 @@ class MpiBackend(HostBackend):
         if tag or not self._by_mpi or sequence in RESERVED or self._ended:
             return
         if sequence >= self._next:
-            self._due[sequence] = None
+            self._due[sequence] = REFUSED
             self._agree()
             return
         for agreement in self._agreements:
@@ -150,9 +158,9 @@ class MpiBackend(HostBackend):
             self._make_communicators()
             return
         while self._next in self._due:
-            number, issued = self._next, self._due.pop(self._next)
-            fingerprint = REFUSED if issued is None else self._fingerprint(issued.call)
-            agreement = Agreement(self._comms[0], number, issued, fingerprint)
+            number, due = self._next, self._due.pop(self._next)
+            issued, mine = (None, due) if isinstance(due, int) else (due, self._fingerprint(due.call))
+            agreement = Agreement(self._comms[0], number, issued, mine)
             self._next += 1
             self._agreements.append(agreement)
             self._progress.wait(agreement, [agreement.request], partial(self._agreed, agreement))
@@ -287,6 +295,6 @@ class MpiBackend(HostBackend):
     def _fail_all(self, error: BaseException) -> None:
         due = list(self._due.values())
         self._due.clear()
-        for issued in filter(None, due):
-            if not self._ended:
+        for issued in due:
+            if not self._ended and not isinstance(issued, int):
                 issued.on_end(issued.work, error)

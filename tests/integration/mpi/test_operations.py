@@ -162,6 +162,42 @@ def test_beside_a_store() -> None:
     assert (job.is_clean, job.stdout) == (True, "done\n" * 2), job.said
 
 
+BESIDE_GPUS = """
+import contextlib
+from asyncdist.testing.fake_cuda import fake_cuda
+
+async def main(cuda):
+    rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
+    async with dist.init_process_group("cpu:mpi,cuda:aio", rank=rank, world_size=2, timeout=60) as group:
+        x, on_gpu = np.ones(1), cuda.runtime.array(np.ones(5, np.float32), 0)
+        work = group.all_reduce(on_gpu)
+        await group.all_reduce(x)
+        await work
+        try:
+            await group.all_reduce(on_gpu, "no operation" if rank else dist.ReduceOp.SUM)
+            raise AssertionError("nobody refused")
+        except (dist.CollectiveMismatchError, TypeError, ValueError):
+            pass
+        await group.all_reduce(x)
+        assert x == 4 and (on_gpu.get() == 2).all(), (x, on_gpu.get())
+        for _ in range(300):  # nothing is left behind
+            await group.all_reduce(on_gpu, dist.ReduceOp.MAX)
+        other = dist.new_group()
+        with contextlib.suppress(dist.CollectiveError):
+            await other.all_reduce(x if rank else on_gpu, timeout=30)
+            raise AssertionError("nobody noticed")
+    print("done")
+
+with fake_cuda(1, mode="threads") as cuda:
+    dist.run(main(cuda))
+"""
+
+
+def test_host_arrays_beside_arrays_on_gpus() -> None:
+    job = mpirun(BESIDE_GPUS, 2, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "0"})
+    assert (job.is_clean, job.stdout) == (True, "done\n" * 2), job.said
+
+
 BLOCKING = """
 from asyncdist import blocking
 blocking.init_process_group("mpi", timeout=60)
