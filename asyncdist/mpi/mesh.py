@@ -8,23 +8,19 @@ A message of MPI without bytes is the end of a stream: behind a GOODBYE a rank h
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from asyncdist.errors import ClosedError, DistBackendError, DistError, PeerLostError, RemoteProtocolError
+from asyncdist.errors import ClosedError, DistBackendError, RemoteProtocolError
 from asyncdist.mpi.library import leave_behind, open_meshes
 from asyncdist.mpi.progress import Progress
-from asyncdist.transport.addresses import Endpoint, PeerAddress
-from asyncdist.transport.base_mesh import BaseMesh, MeshOwner
+from asyncdist.transport.base_mesh import MeshOwner, StreamMesh, StreamPeer
 from asyncdist.transport.protocol.frame import FRAGMENT_BYTES
-from asyncdist.transport.protocol.matching import Discarded
-from asyncdist.transport.protocol.operations import NO_GOODBYE
 from asyncdist.transport.protocol.peer import PeerCore
 
 __all__ = ["Communicators", "MpiMesh"]
@@ -47,22 +43,18 @@ Communicators = tuple[Any, Any]
 """Of one group: what its members agree on goes through the first, arrays through the second."""
 
 
-class _Peer:
-    """One rank as another sees it: its core, and our messages that MPI still reads."""
-
-    __slots__ = ("core", "ended", "finished", "sending", "state", "wants_flush")
+class _Peer(StreamPeer):
+    """With our messages that MPI still reads."""
 
     def __init__(self, core: PeerCore) -> None:
-        self.core = core
+        super().__init__(core, "mpi")
         self.sending = 0
         self.wants_flush = False
         self.finished = False
         """Whether we have ended our stream."""
-        self.ended = False
-        self.state = "mpi"
 
 
-class MpiMesh(BaseMesh):
+class MpiMesh(StreamMesh[_Peer]):
     """The methods are those of `Mesh`, and so is what they promise. Ranks are connected from the start.
 
     `rank` and `world_size` are those of `communicators`, which `accept` makes of MPI's world where none are given.
@@ -70,6 +62,8 @@ class MpiMesh(BaseMesh):
 
     asks_who_is_gone: ClassVar[bool] = False
     """`mpirun` ends all when one rank dies."""
+
+    unmet: ClassVar[str] = "mpi"
 
     def __init__(
         self,
@@ -91,7 +85,6 @@ class MpiMesh(BaseMesh):
         self._comm: Any = None
         self._receives: list[tuple[Any, Any]] = []
         self._status = mpi.Status()
-        self._peers: dict[int, _Peer] = {}
         self._number = 0
 
     # -- communicators
@@ -107,16 +100,6 @@ class MpiMesh(BaseMesh):
             return None
         taken, self._untaken = self._untaken, None
         return taken
-
-    async def listen(
-        self, ips: Sequence[str] = ("127.0.0.1",), advertised: Sequence[Endpoint] = (), *, accept: bool = True
-    ) -> PeerAddress:
-        """Say nothing: MPI knows where the ranks are."""
-        self._check_open()
-        self.address = PeerAddress("mpi", (), b"")
-        if accept:
-            self.accept()
-        return self.address
 
     def accept(self) -> None:
         """Take messages from now on. Where the ranks have met in a store, all are about to call this."""
@@ -154,7 +137,7 @@ class MpiMesh(BaseMesh):
         try:
             await self._all_ended.wait()
         except asyncio.CancelledError:
-            self._shut("the event loop ended before it was closed")
+            self.abort("the event loop ended before it was closed")
             raise
 
     # -- messages
@@ -166,12 +149,6 @@ class MpiMesh(BaseMesh):
         core = self.cores[rank] = self._peer(rank).core
         return core
 
-    def break_pair(self, rank: int, cause: Exception) -> None:
-        """See BaseMesh.break_pair."""
-        self._check_rank(rank)
-        if not self._peer(rank).ended:
-            self._peer_lost(rank, cause)
-
     def is_connected(self, rank: int) -> bool:
         """See BaseMesh.is_connected."""
         peer = self._peers.get(rank)
@@ -179,69 +156,32 @@ class MpiMesh(BaseMesh):
 
     is_reached = is_connected
 
-    def drop_group(self, group: bytes, discarded: Discarded | None = None) -> None:
-        """See BaseMesh.drop_group."""
-        self._dropped.add(group, discarded)
-        self._any_source.drop_group(group)
-        for peer in self._peers.values():
-            peer.core.drop_group(group)
-
-    def describe(self, rank: int) -> str:
-        """See BaseMesh.describe."""
-        peer = self._peers.get(rank)
-        return f"rank {rank}: {'itself' if rank == self.rank else 'mpi' if peer is None else peer.state}"
-
-    def statistics(self) -> dict[str, Any]:
-        """Peers by state, of those met."""
-        states: dict[str, int] = {}
-        for peer in self._peers.values():
-            states[peer.state] = states.get(peer.state, 0) + 1
-        return {"peers": states}
-
     # -- the end
-
-    async def close(self, timeout_s: float, last: Callable[[], Awaitable[None]] | None = None) -> None:
-        """See BaseMesh.close. Every rank is told, as any may wait for a message from this one."""
-        try:
-            if not self._closed_because:
-                self._closing = True
-                for rank in range(self.world_size):
-                    if rank != self.rank:
-                        self._peer(rank).core.goodbye()
-                        self._moved(rank)
-                self._check_ended()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(timeout_s):
-                        await self._all_ended.wait()
-            if last is not None:
-                await last()
-        finally:
-            self._shut("the mesh is closed")
-            if self._tasks:
-                await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def abort(self, reason: str = "the mesh was aborted") -> None:
         """See BaseMesh.abort."""
-        self._shut(reason)
+        super().abort(reason)
+        self.hang_up()
 
-    def _shut(self, reason: str) -> None:
-        if self._closed_because:
-            return
-        self._closing = True
-        self._closed_because = reason
-        for task in self._tasks:
-            task.cancel()
-        error = ClosedError(f"rank {self.rank}: {reason}")
+    def _leave(self) -> None:
+        """Tell every rank, as any may wait for a message from this one."""
+        for rank in range(self.world_size):
+            if rank != self.rank:
+                self._peer(rank).core.goodbye()
+                self.moved(rank)
+
+    def _not_ended(self) -> list[int]:
+        own = self.rank
+        return [rank for rank, peer in self._peers.items() if peer.sending or not (peer.ended or rank == own)]
+
+    def _close_all(self, error: ClosedError) -> None:
         if self._comm is not None:
             for rank in range(self.world_size):  # those that were not met may wait for this one as well
                 if rank != self.rank and not self._peer(rank).ended:
                     self._finish(rank, "closed", error)
         if (own := self._peers.get(self.rank)) is not None:
             own.core.fail(error)
-        self._any_source.fail(error)
         self.cores[:] = [None] * self.world_size
-        self._check_ended()
-        self.hang_up()
 
     def hang_up(self) -> None:
         """End all streams, and take back the receives: nothing is left for MPI to do. Idempotent."""
@@ -287,7 +227,7 @@ class MpiMesh(BaseMesh):
         if peer.ended:
             return
         if not segment:
-            self._end_came(rank, peer)
+            self.end_came(rank)
             return
         core = peer.core
         try:
@@ -301,7 +241,7 @@ class MpiMesh(BaseMesh):
             if not peer.ended:
                 self._peer_lost(rank, error)
             return
-        self._moved(rank)
+        self.moved(rank)
 
     def _write(self, rank: int, peer: _Peer, buffers: Sequence[bytes | memoryview]) -> int:
         if peer.sending >= SENDS or peer.finished:
@@ -322,7 +262,7 @@ class MpiMesh(BaseMesh):
             self._peer_lost(rank, error)
         elif peer.wants_flush:
             self._flush(rank, peer)
-        self._check_ended()
+        self._look_for_end()
 
     def _arm(self, rank: int, peer: _Peer) -> None:
         peer.wants_flush = True
@@ -334,7 +274,7 @@ class MpiMesh(BaseMesh):
             peer.wants_flush = False
             if not peer.core.flush():
                 peer.wants_flush = True
-            self._moved(rank)
+            self.moved(rank)
 
     def _awaits(self) -> bool:
         return bool(self._any_source.entries) or any(
@@ -343,69 +283,20 @@ class MpiMesh(BaseMesh):
 
     # -- streams that end
 
-    def _moved(self, rank: int) -> None:
-        """Something was read from, or written to, a stream: look whether an end is reached."""
-        peer = self._peers[rank]
-        if peer.ended:
-            return
-        if peer.core.goodbye_sent:
-            self._finish_stream(rank, peer)
-        if peer.core.left:
-            self._peer_left(rank)
+    def _ended_early(self, rank: int) -> None:
+        self._loop.call_later(GRACE_S, super()._ended_early, rank)
+        self.progress.stir()
 
-    def _end_came(self, rank: int, peer: _Peer) -> None:
-        if peer.core.left:
-            self._peer_left(rank)
-        elif self._closing and peer.core.goodbye_sent:
-            self._finish(rank, "closed", ClosedError(f"the connection to rank {rank} was closed here"))
-        else:
-            self._loop.call_later(GRACE_S, self._lost_unless_ended, rank)
-            self.progress.stir()
-
-    def _lost_unless_ended(self, rank: int) -> None:
-        if not self._peers[rank].ended:
-            self._peer_lost(rank, ConnectionResetError(NO_GOODBYE))
-
-    def _peer_left(self, rank: int) -> None:
-        error = PeerLostError(f"rank {rank} has left the world (it closed its group and said goodbye)", rank, left=True)
-        self._finish(rank, "left", error)
-        self._source_gone(rank, error)
-        self._owner.peer_left(rank)
-        self._check_ended()
-
-    def _peer_lost(self, rank: int, cause: Exception) -> None:
-        error = PeerLostError(f"rank {self.rank} lost rank {rank}: {cause}", rank)
-        error.__cause__ = cause
-        self._finish(rank, "lost", error)
-        if rank != self.rank:
-            self._source_gone(rank, error)
-            self._owner.peer_lost(rank, error)
-        self._check_ended()
-
-    def _finish(self, rank: int, state: str, error: DistError) -> None:
-        peer = self._peers[rank]
-        peer.ended = True
-        peer.state = state
-        self._finish_stream(rank, peer)
-        peer.core.fail(error)
-        self._check_ended()
-
-    def _finish_stream(self, rank: int, peer: _Peer) -> None:
+    def _end_stream(self, rank: int, peer: _Peer) -> None:
         if not peer.finished:
             peer.finished = True
             self._send(rank, peer, b"")
 
-    def _check_ended(self) -> None:
-        if self._closing and all(
-            not peer.sending and (peer.ended or rank == self.rank) for rank, peer in self._peers.items()
-        ):
-            self._all_ended.set()
+    _hang_up = _end_stream
 
-    def _peer(self, rank: int) -> _Peer:
-        peer = self._peers.get(rank)
-        if peer is None:
-            peer = self._peers[rank] = _Peer(self._new_core(rank))
-            peer.core.open(partial(self._write, rank, peer), partial(self._arm, rank, peer))
-            if rank != self.rank and not self._closed_because:
-                self._owner.peer_connected(rank)
+    def _new_peer(self, rank: int) -> _Peer:
+        peer = self._peers[rank] = _Peer(self._new_core(rank))
+        peer.core.open(partial(self._write, rank, peer), partial(self._arm, rank, peer))
+        if rank != self.rank and not self._closed_because:
+            self._owner.peer_connected(rank)
         return peer

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, ClassVar, Final, Generic, Protocol, TypeVar
 
 from asyncdist.concurrency import trace as events
 from asyncdist.concurrency.spin import MeshSpins
@@ -15,10 +16,10 @@ from asyncdist.transport.context import Absence
 from asyncdist.transport.host_memory import HostMemory
 from asyncdist.transport.protocol.frame import FRAGMENT_BYTES, MAX_CALL_BYTES
 from asyncdist.transport.protocol.matching import AnySourceTable, Discarded, DroppedGroups, UnexpectedWatcher
-from asyncdist.transport.protocol.operations import Receive, SendOp, nobody_left
+from asyncdist.transport.protocol.operations import NO_GOODBYE, Receive, SendOp, left_world, nobody_left
 from asyncdist.transport.protocol.peer import PeerCore
 
-__all__ = ["BaseMesh", "MeshOwner"]
+__all__ = ["BaseMesh", "MeshOwner", "StreamMesh", "StreamPeer", "closed_here"]
 
 
 class MeshOwner(Protocol):
@@ -389,3 +390,126 @@ class BaseMesh:
     def _check_open(self) -> None:
         if self._closed_because:
             raise ClosedError(f"rank {self.rank}: {self._closed_because}")
+
+
+class StreamPeer:
+    """One rank as another sees it: the core of the pair's stream. `state` is for people."""
+
+    def __init__(self, core: PeerCore, state: str) -> None:
+        self.core = core
+        self.state = state
+        self.ended = False
+        """Whether the rank is lost or has left, or the mesh is closed."""
+
+
+P = TypeVar("P", bound=StreamPeer)
+
+
+class StreamMesh(BaseMesh, Generic[P]):
+    """A mesh that moves the bytes of each pair by itself, as one stream each way, and looks for the streams' ends."""
+
+    unmet: ClassVar[str] = "not connected"
+    """The state of a rank of which nothing is known."""
+
+    def __init__(self, rank: int, world_size: int, owner: MeshOwner) -> None:
+        super().__init__(rank, world_size, owner)
+        self._peers: dict[int, P] = {}
+
+    async def listen(
+        self, ips: Sequence[str] = ("127.0.0.1",), advertised: Sequence[Endpoint] = (), *, accept: bool = True
+    ) -> PeerAddress:
+        """See BaseMesh.listen. The address says nothing: other ranks know their way."""
+        self._check_open()
+        self.address = PeerAddress("", (), b"")
+        if accept:
+            self.accept()
+        return self.address
+
+    def break_pair(self, rank: int, cause: Exception) -> None:
+        """See BaseMesh.break_pair."""
+        self._check_rank(rank)
+        if not self._peer(rank).ended:
+            self._peer_lost(rank, cause)
+
+    def describe(self, rank: int) -> str:
+        """See BaseMesh.describe."""
+        peer = self._peers.get(rank)
+        return f"rank {rank}: {'itself' if rank == self.rank else self.unmet if peer is None else peer.state}"
+
+    def statistics(self) -> dict[str, Any]:
+        """Peers by state."""
+        return {"peers": dict(Counter(peer.state for peer in self._peers.values()))}
+
+    def _peer(self, rank: int) -> P:
+        return self._peers.get(rank) or self._new_peer(rank)
+
+    def _all_cores(self) -> list[PeerCore]:
+        return [peer.core for peer in self._peers.values()]
+
+    def moved(self, rank: int) -> None:
+        """Something was read from, or written to, a stream: look whether an end is reached."""
+        peer = self._peers[rank]
+        if peer.ended:
+            return
+        if peer.core.goodbye_sent:
+            self._end_stream(rank, peer)
+        if peer.core.left:
+            self._peer_left(rank)
+
+    def end_came(self, rank: int) -> None:
+        """Nothing more will come from `rank`."""
+        peer = self._peers[rank]
+        if peer.ended:
+            return
+        if peer.core.left:
+            self._peer_left(rank)
+        elif self._closing and peer.core.goodbye_sent:
+            self._finish(rank, "closed", closed_here(rank))
+        else:
+            self._ended_early(rank)
+
+    def _ended_early(self, rank: int) -> None:
+        """The stream of `rank` has ended without a goodbye."""
+        if not self._peers[rank].ended:
+            self._peer_lost(rank, ConnectionResetError(NO_GOODBYE))
+
+    def _peer_left(self, rank: int) -> None:
+        error = left_world(rank)
+        self._finish(rank, "left", error)
+        self._source_gone(rank, error)
+        self._owner.peer_left(rank)
+
+    def _peer_lost(self, rank: int, cause: Exception) -> None:
+        error = PeerLostError(f"rank {self.rank} lost rank {rank}: {cause}", rank)
+        error.__cause__ = cause
+        self._finish(rank, "lost", error)
+        if rank != self.rank:
+            self._source_gone(rank, error)
+            self._owner.peer_lost(rank, error)
+
+    def _finish(self, rank: int, state: str, error: DistError) -> None:
+        peer = self._peers[rank]
+        peer.ended = True
+        peer.state = state
+        self._hang_up(rank, peer)
+        peer.core.fail(error)
+        self._look_for_end()
+
+    # -- what the streams are made of
+
+    def _new_peer(self, rank: int) -> P:
+        """Make, and keep, what is known of `rank`."""
+        raise NotImplementedError
+
+    def _end_stream(self, rank: int, peer: P) -> None:
+        """Send the end of our stream, behind the goodbye."""
+        raise NotImplementedError
+
+    def _hang_up(self, rank: int, peer: P) -> None:
+        """Neither send nor take anything more."""
+        raise NotImplementedError
+
+
+def closed_here(rank: int) -> ClosedError:
+    """What fails with a connection that was closed in order."""
+    return ClosedError(f"the connection to rank {rank} was closed here")

@@ -10,15 +10,12 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
-from asyncdist.errors import ClosedError, PeerLostError, RemoteProtocolError
-from asyncdist.transport.addresses import Endpoint, PeerAddress
-from asyncdist.transport.base_mesh import BaseMesh, MeshOwner
+from asyncdist.errors import ClosedError, RemoteProtocolError
+from asyncdist.transport.base_mesh import MeshOwner, StreamMesh, StreamPeer, closed_here
 from asyncdist.transport.context import Absence
 from asyncdist.transport.protocol.frame import MAX_CALL_BYTES
-from asyncdist.transport.protocol.operations import NO_GOODBYE, left_world
 from asyncdist.transport.protocol.peer import PeerCore
 
 __all__ = ["MemoryLink", "MemoryMesh", "MemoryNetwork"]
@@ -102,7 +99,7 @@ class _Direction:
             self._wants_flush = False
             if not self._source.link_core(self._target.rank).flush():
                 self._wants_flush = not self._ended
-            self._source.link_moved(self._target.rank)
+            self._source.moved(self._target.rank)
         if self._flight or self._wants_flush:
             self._schedule()
 
@@ -114,7 +111,7 @@ class _Direction:
         while self._flight and self._flight[0][0] <= now_s and budget > 0:
             arrival_s, segment = self._flight.popleft()
             if segment is None:
-                self._target.link_eof(self._source.rank)
+                self._target.end_came(self._source.rank)
                 return
             buffer = core.get_buffer()
             nbytes = min(len(segment), len(buffer))
@@ -130,7 +127,7 @@ class _Direction:
                 self._target.break_pair(self._source.rank, error)
             if self._closed:
                 return
-        self._target.link_moved(self._source.rank)
+        self._target.moved(self._source.rank)
 
 
 class MemoryLink:
@@ -165,7 +162,7 @@ class MemoryLink:
         """Whatever is under way is lost, and each end finds that nothing more will come."""
         for mesh, direction in self._out.items():
             direction.close()
-            self._network.loop.call_soon(mesh.link_eof, self._other(mesh).rank)
+            self._network.loop.call_soon(mesh.end_came, self._other(mesh).rank)
 
     def _other(self, mesh: MemoryMesh) -> MemoryMesh:
         return next((other for other in self._out if other is not mesh), mesh)
@@ -231,18 +228,16 @@ class MemoryNetwork:
         return [data[start:end] for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True) if end > start]
 
 
-@dataclass
-class _Peer:
-    """One rank as another sees it. `link` is None before it is open; `state` is for people."""
+class _Peer(StreamPeer):
+    """`link` is None before it is open."""
 
-    core: PeerCore
-    link: MemoryLink | None = None
-    requested: bool = False
-    ended: bool = False
-    state: str = "not connected"
+    def __init__(self, core: PeerCore) -> None:
+        super().__init__(core, "not connected")
+        self.link: MemoryLink | None = None
+        self.requested = False
 
 
-class MemoryMesh(BaseMesh):
+class MemoryMesh(StreamMesh[_Peer]):
     """The methods are those of `Mesh`, and so is what they promise; `tests/kits/transport_conformance.py` tests both.
 
     Ranks wait for each other without limit: one that never calls `listen` is never found, but not lost either.
@@ -258,17 +253,6 @@ class MemoryMesh(BaseMesh):
         self.world_id = world_id
         self.has_left = False
         self._network = network
-        self._peers: dict[int, _Peer] = {}
-
-    async def listen(
-        self, ips: Sequence[str] = ("127.0.0.1",), advertised: Sequence[Endpoint] = (), *, accept: bool = True
-    ) -> PeerAddress:
-        """Can be found from now on, or once `accept` is called. The address says nothing."""
-        self._check_open()
-        self.address = PeerAddress("memory", (), b"")
-        if accept:
-            self.accept()
-        return self.address
 
     def accept(self) -> None:
         """See BaseMesh.accept."""
@@ -291,16 +275,6 @@ class MemoryMesh(BaseMesh):
                 self._network.dial(self, rank)
         return peer.core
 
-    def break_pair(self, rank: int, cause: Exception) -> None:
-        """See BaseMesh.break_pair."""
-        self._check_rank(rank)
-        if self._peer(rank).ended:
-            return
-        if rank != self.rank:
-            self._peer_lost(rank, cause)
-        else:
-            self._finish(rank, "lost", PeerLostError(f"rank {rank} broke off with itself: {cause}", rank))
-
     def is_connected(self, rank: int) -> bool:
         """See BaseMesh.is_connected."""
         peer = self._peers.get(rank)
@@ -310,22 +284,6 @@ class MemoryMesh(BaseMesh):
         """See BaseMesh.is_reached."""
         peer = self._peers.get(rank)
         return peer is not None and not peer.ended and (peer.requested or peer.link is not None)
-
-    # -- the end
-
-    def describe(self, rank: int) -> str:
-        """See BaseMesh.describe."""
-        if rank == self.rank:
-            return f"rank {rank}: itself"
-        peer = self._peers.get(rank)
-        return f"rank {rank}: {'not connected' if peer is None else peer.state}"
-
-    def statistics(self) -> dict[str, Any]:
-        """Peers by state."""
-        states: dict[str, int] = {}
-        for peer in self._peers.values():
-            states[peer.state] = states.get(peer.state, 0) + 1
-        return {"peers": states}
 
     # -- called by the network and its links
 
@@ -361,51 +319,15 @@ class MemoryMesh(BaseMesh):
         else:
             self._peer_lost(rank, ConnectionRefusedError(f"rank {rank} takes no connections"))
 
-    def link_moved(self, rank: int) -> None:
-        """Something was read from or written to the link to `rank`: look whether an end is reached."""
-        peer = self._peers[rank]
-        if peer.ended or peer.link is None:
-            return
-        if peer.core.goodbye_sent:
-            peer.link.end(self)
-        if peer.core.left:
-            self._peer_left(rank)
-
-    def link_eof(self, rank: int) -> None:
-        """Nothing more will come from `rank`."""
-        peer = self._peers[rank]
-        if peer.ended:
-            return
-        if peer.core.left:
-            self._peer_left(rank)
-        elif self._closing and peer.core.goodbye_sent:
-            self._finish(rank, "closed", ClosedError(f"the connection to rank {rank} was closed here"))
-        else:
-            self._peer_lost(rank, ConnectionResetError(NO_GOODBYE))
-
     # -- inside
 
-    def _peer_left(self, rank: int) -> None:
-        error = left_world(rank)
-        self._finish(rank, "left", error)
-        self._source_gone(rank, error)
-        self._owner.peer_left(rank)
+    def _end_stream(self, rank: int, peer: _Peer) -> None:
+        if peer.link is not None:
+            peer.link.end(self)
 
-    def _peer_lost(self, rank: int, cause: Exception) -> None:
-        error = PeerLostError(f"rank {self.rank} lost rank {rank}: {cause}", rank)
-        error.__cause__ = cause
-        self._finish(rank, "lost", error)
-        self._source_gone(rank, error)
-        self._owner.peer_lost(rank, error)
-
-    def _finish(self, rank: int, state: str, error: Exception) -> None:
-        peer = self._peers[rank]
-        peer.ended = True
-        peer.state = state
+    def _hang_up(self, rank: int, peer: _Peer) -> None:
         if peer.link is not None:
             peer.link.hang_up(self)
-        peer.core.fail(error)
-        self._look_for_end()
 
     def _leave_peer(self, rank: int) -> None:
         peer = self._peers[rank]
@@ -413,12 +335,9 @@ class MemoryMesh(BaseMesh):
             return
         if peer.link is not None:
             peer.core.goodbye()
-            self.link_moved(rank)
+            self.moved(rank)
         elif not peer.core.has_output:
-            self._finish(rank, "closed", ClosedError(f"the connection to rank {rank} was closed here"))
-
-    def _all_cores(self) -> list[PeerCore]:
-        return [peer.core for peer in self._peers.values()]
+            self._finish(rank, "closed", closed_here(rank))
 
     def _leave(self) -> None:
         self.has_left = True
@@ -429,10 +348,8 @@ class MemoryMesh(BaseMesh):
     def _not_ended(self) -> list[int]:
         return [rank for rank, peer in self._peers.items() if not peer.ended and rank != self.rank]
 
-    def _peer(self, rank: int) -> _Peer:
-        peer = self._peers.get(rank)
-        if peer is None:
-            peer = self._peers[rank] = _Peer(self._new_core(rank))
+    def _new_peer(self, rank: int) -> _Peer:
+        peer = self._peers[rank] = _Peer(self._new_core(rank))
         return peer
 
     def _close_all(self, error: ClosedError) -> None:
