@@ -72,7 +72,6 @@ class DeviceSettings:
     """`nccl`, or `aio` for the way through the host. None: the best that is installed here."""
     path: str
     """The path asked for by ASYNCDIST_CUDA_PATH; empty for the best."""
-    timeout_s: float | None
     spin_us: float
     """How long a task that awaits an operation looks at the GPU before it sleeps, in microseconds. 0: not at all."""
 

@@ -33,8 +33,6 @@ GPUS_BESIDE_MPI: Final = (
 class _Group(Protocol):
     """What the group does for its backends; see `gpu.backend.DeviceOwner`."""
 
-    timeout_s: float | None
-
     def give_up(self, tag: int, sequence: int, why: str) -> None: ...
 
     def ask(self, tag: int, sequence: int, rank: int) -> bool: ...
@@ -107,7 +105,6 @@ class GroupBackends:
                 host=world.host,
                 backend=self.names.cuda,
                 path=path,
-                timeout_s=self._owner.timeout_s,
                 spin_us=spin_us_from_environ(os.environ),
             )
             self.devices = DeviceBackend(

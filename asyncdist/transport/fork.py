@@ -13,15 +13,11 @@ import contextlib
 import os
 import socket
 import threading
-import weakref
 from collections.abc import Callable
 
-from asyncdist.concurrency.loop import forget_closed, prepare_fork
+from asyncdist.concurrency.loop import close_in_forked_child, forget_closed, prepare_fork
 
 __all__ = ["SocketSet"]
-
-_live: weakref.WeakSet[SocketSet] = weakref.WeakSet()
-_hooked = False
 
 
 class SocketSet:
@@ -31,18 +27,14 @@ class SocketSet:
     """
 
     def __init__(self, on_fork: Callable[[], None], loop: asyncio.AbstractEventLoop | None = None) -> None:
-        global _hooked
         self._loop = loop
         self._thread = threading.get_ident()
         self._sockets: set[socket.socket] = set()
         self._descriptors: set[int] = set()
         self._on_fork = on_fork
-        _live.add(self)
+        close_in_forked_child(self)
         if loop is not None:
             prepare_fork(loop)
-        if not _hooked:
-            _hooked = True
-            os.register_at_fork(after_in_child=_close_all_in_child)
 
     def __del__(self) -> None:
         """The loop was closed before the mesh. Sockets close themselves then; numbers of descriptors do not."""
@@ -74,7 +66,7 @@ class SocketSet:
             self._descriptors.discard(fd)
             os.close(fd)
 
-    def close_in_child(self) -> None:
+    def close_after_fork(self) -> None:
         """Close the child's descriptors. The socket objects are detached, so that they cannot close a reused number."""
         closed = {fd for fd in (sock.detach() for sock in self._sockets) if fd >= 0} | self._descriptors
         for fd in closed:
@@ -84,8 +76,3 @@ class SocketSet:
         self._on_fork()
         if self._loop is not None and self._thread == threading.get_ident():
             forget_closed(self._loop, closed)  # last, as readers go with it: theirs would act on the parent's memory
-
-
-def _close_all_in_child() -> None:
-    for sockets in list(_live):
-        sockets.close_in_child()
