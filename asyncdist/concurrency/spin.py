@@ -7,6 +7,7 @@ What looks: `transport.spin` at shared memory and sockets of this host, `store.r
 from __future__ import annotations
 
 from collections.abc import Mapping
+from time import perf_counter
 from typing import Final, Protocol
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "TURN_S",
     "MeshSpins",
     "Pending",
+    "Persistence",
     "Spins",
     "spin_us_from_environ",
 ]
@@ -66,6 +68,39 @@ class MeshSpins(Spins, Protocol):
 
     def catch_up(self) -> None:
         """Between calls: take what has come, and send what had no room."""
+
+
+class Persistence:
+    """How often one that spins still looks, after looks in vain, and when it lets the loop turn after others."""
+
+    __slots__ = ("_last_turn_s", "_misses", "_skip", "_skipped")
+
+    def __init__(self) -> None:
+        self._misses = self._skip = self._skipped = 0
+        self._last_turn_s = 0.0
+
+    def _skips(self) -> bool:
+        """Whether this await goes without a look. To be asked only where `_skip` is not 0."""
+        if self._skipped < self._skip:
+            self._skipped += 1
+            return True
+        self._skipped = 0
+        return False
+
+    def _missed(self) -> bool:
+        """A look was in vain: False. A look that was not sets `_misses` and `_skip` to 0."""
+        self._misses += 1
+        if self._misses >= PATIENCE:
+            self._skip = min(2 * self._skip + 1, MAX_SKIPPED)
+        return False
+
+    def turn_due(self) -> bool:
+        """Whether the task that has just been served should let the loop turn before it goes on."""
+        now_s = perf_counter()
+        if now_s - self._last_turn_s < TURN_S:
+            return False
+        self._last_turn_s = now_s
+        return True
 
 
 def spin_us_from_environ(environ: Mapping[str, str]) -> float:

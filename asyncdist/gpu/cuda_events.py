@@ -25,7 +25,7 @@ from threading import get_ident
 from time import perf_counter
 from typing import Any, Final, Protocol
 
-from asyncdist.concurrency.spin import CATCH, MAX_SKIPPED, PATIENCE, TURN_S, MeshSpins, Pending
+from asyncdist.concurrency.spin import CATCH, MeshSpins, Pending, Persistence
 from asyncdist.cuda.interface import Event
 from asyncdist.gpu.threads import close_all
 
@@ -287,30 +287,27 @@ def _has_ended(entry: Entry) -> bool:
         return True  # waiting for it says what is wrong
 
 
-class EventSpinner:
+class EventSpinner(Persistence):
     """Looks at the events of one `Completions`, for tasks of its loop.
 
     `messages` looks for messages of other ranks, where operations wait for messages too.
     """
 
-    __slots__ = ("_completions", "_last_turn_s", "_limit_s", "_messages", "_misses", "_skip", "_skipped", "_thread")
+    __slots__ = ("_completions", "_limit_s", "_messages", "_thread")
 
     def __init__(self, completions: Completions, limit_us: float, messages: MeshSpins | None = None) -> None:
+        super().__init__()
         self._completions = completions
         self._messages = messages
         self._limit_s = (limit_us if messages is None else CATCH * limit_us) * 1e-6
         self._thread = get_ident()
-        self._misses = self._skip = self._skipped = 0
-        self._last_turn_s = 0.0
 
     def look(self, work: Pending) -> bool:
         """Look for a while until `work` is done; return whether it is done."""
-        if self._skipped < self._skip:
-            self._skipped += 1
-            return False
         if get_ident() != self._thread:  # elsewhere asyncio refuses to wait
             return False
-        self._skipped = 0
+        if self._skip and self._skips():
+            return False
         look, messages = self._completions.look, self._messages
         look()
         until_s = 0.0
@@ -319,10 +316,7 @@ class EventSpinner:
             if not until_s:
                 until_s = now_s + self._limit_s
             elif now_s >= until_s:
-                self._misses += 1
-                if self._misses >= PATIENCE:
-                    self._skip = min(2 * self._skip + 1, MAX_SKIPPED)
-                return False
+                return self._missed()
             if messages is not None:
                 messages.glance(work)
             look()
@@ -331,11 +325,3 @@ class EventSpinner:
 
     def woken(self) -> None:
         """The operation of the last look has ended since."""
-
-    def turn_due(self) -> bool:
-        """Whether the task should let the loop turn before it goes on."""
-        now_s = perf_counter()
-        if now_s - self._last_turn_s < TURN_S:
-            return False
-        self._last_turn_s = now_s
-        return True

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any, Final, TypeAlias
 
-from asyncdist.concurrency.spin import TURN_S, Pending
+from asyncdist.concurrency.spin import Pending, Persistence
 
 __all__ = ["IDLE_S", "PAUSE_S", "SPIN_S", "Ended", "Progress"]
 
@@ -38,7 +38,7 @@ Ended: TypeAlias = Callable[[Exception | None], None]
 _give_core_away = getattr(os, "sched_yield", lambda: None)
 
 
-class Progress:
+class Progress(Persistence):
     """The requests of one mesh. `messages()` takes messages that have come; whether there were any. `awaited()` says
     whether one is waited for. Both are called from here, and so is whoever waits for requests."""
 
@@ -50,6 +50,7 @@ class Progress:
         messages: Callable[[], bool],
         awaited: Callable[[], bool],
     ) -> None:
+        super().__init__()
         self._test_all = mpi.Request.Testall
         self._exception: type[Exception] = mpi.Exception
         self._loop = loop
@@ -63,7 +64,6 @@ class Progress:
         self._sleeps = False
         self._spin_until_s = 0.0
         self._pause_s = _FIRST_PAUSE_S
-        self._last_turn_s = 0.0
         self._polling = False
         self._stopped = False
         self.crowded = False
@@ -187,11 +187,3 @@ class Progress:
 
     def woken(self) -> None:
         """The work of the last look has ended."""
-
-    def turn_due(self) -> bool:
-        """Whether the task that has just been served should let the loop turn before it goes on."""
-        now_s = perf_counter()
-        if now_s - self._last_turn_s < TURN_S:
-            return False
-        self._last_turn_s = now_s
-        return True

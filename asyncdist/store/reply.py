@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Mapping
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
-from asyncdist.concurrency.spin import CATCH, MAX_SKIPPED, PATIENCE, TURN_S
+from asyncdist.concurrency.spin import CATCH, TURN_S, Persistence
 from asyncdist.errors import (
     ClosedError,
     DistError,
@@ -178,7 +178,7 @@ def end_quietly(reply: Reply, error: Exception) -> None:
     reply.exception()
 
 
-class Lookout:
+class Lookout(Persistence):
     """Spins: reads the socket until an awaited reply is there, instead of letting the event loop sleep.
 
     To wake a process takes about as long as a daemon of this host needs to answer. So a task that sends one request
@@ -188,30 +188,16 @@ class Lookout:
     Each client has one Lookout. `alone()` says whether exactly one request waits to be sent.
     """
 
-    __slots__ = (
-        "_alone",
-        "_connection",
-        "_last_turn_s",
-        "_limit_s",
-        "_loop",
-        "_misses",
-        "_skip",
-        "_skipped",
-        "_streak",
-        "_task",
-    )
+    __slots__ = ("_alone", "_connection", "_limit_s", "_loop", "_streak", "_task")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, limit_us: float, alone: Callable[[], bool]) -> None:
+        super().__init__()
         self._loop = loop
         self._limit_s = CATCH * limit_us * 1e-6
         self._alone = alone
         self._connection: Connection | None = None
         self._task = 0
         self._streak = 0
-        self._misses = 0
-        self._skip = 0
-        self._skipped = 0
-        self._last_turn_s = 0.0
 
     def connected(self, connection: Connection, sock: socket.socket) -> None:
         """Use `connection` from now on, if the daemon is on this host and has another core to run on."""
@@ -237,20 +223,15 @@ class Lookout:
         self._streak += 1
         if self._streak <= ALONE:
             return False
-        if self._skipped < self._skip:
-            self._skipped += 1
+        if self._skip and self._skips():
             return False
-        self._skipped = 0
         until_s = perf_counter() + self._limit_s
         connection.send()
         while connection.poll() and not reply.done():
             if perf_counter() >= until_s:
-                self._misses += 1
-                if self._misses >= PATIENCE:
-                    self._skip = min(2 * self._skip + 1, MAX_SKIPPED)
-                return False
+                return self._missed()
         self._misses = self._skip = 0
-        now_s = perf_counter()
+        now_s = perf_counter()  # as `turn_due`, which would be a call more for each request
         if now_s - self._last_turn_s < TURN_S:
             return False
         self._last_turn_s = now_s

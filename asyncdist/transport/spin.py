@@ -20,7 +20,7 @@ from threading import get_ident
 from time import perf_counter
 from typing import Final
 
-from asyncdist.concurrency.spin import CATCH, MAX_SKIPPED, PATIENCE, TURN_S, Pending
+from asyncdist.concurrency.spin import CATCH, TURN_S, Pending, Persistence
 from asyncdist.transport.host_memory import HostMemory
 from asyncdist.transport.protocol.hello import Identity
 from asyncdist.transport.shared_memory.doorbell import Doorbell
@@ -59,10 +59,11 @@ MAX_NEIGHBORS: Final = 4
 _residents: Counter[tuple[bytes, int]] = Counter()
 
 
-class Spinner:
+class Spinner(Persistence):
     """Looks on behalf of one mesh. Calls come from tasks of its loop."""
 
     def __init__(self, memory: HostMemory, neighbors: Neighbors, limit_us: float, local_ranks: int = 1) -> None:
+        super().__init__()
         self._memory = memory
         self._neighbors = neighbors
         self._limit_s = limit_us * 1e-6
@@ -71,16 +72,12 @@ class Spinner:
         # Bound to one core, as benchmarks do, a rank is not told where the others are: take it that they are elsewhere.
         self._cores = affinity if affinity > 1 else os.cpu_count() or 1
         self._thread = get_ident()
-        self._misses = 0
-        self._skip = 0
-        self._skipped = 0
         self._catch = False
         self._least_s = math.inf  # of waits that ended asleep
         # How long a wait or a look may have taken for the next look to take as long:
         self._window_s = CATCH * self._limit_s
         self._bell: Doorbell | None = None  # once a peer shares memory
         self._began_s = 0.0
-        self._last_turn_s = 0.0
         self._shared_cores = False
         self._fit = False
         self._ranks_fit = -1  # with how many ranks here, and no sockets, it was found
@@ -90,10 +87,8 @@ class Spinner:
         self._began_s = 0.0
         if not self._worth_it() or get_ident() != self._thread:  # elsewhere asyncio refuses to wait
             return False
-        if self._skipped < self._skip:
-            self._skipped += 1
+        if self._skip and self._skips():
             return False
-        self._skipped = 0
         self._began_s = began_s = perf_counter()
         until_s = began_s + (self._window_s if self._catch else self._limit_s)
         self._catch = False
@@ -108,10 +103,7 @@ class Spinner:
             self._misses = self._skip = 0
             self._catch = perf_counter() - began_s > self._limit_s  # the next may take as long
             return True
-        self._misses += 1
-        if self._misses >= PATIENCE:
-            self._skip = min(2 * self._skip + 1, MAX_SKIPPED)
-        return False
+        return self._missed()
 
     def _take_turns(self, work: Pending, poll: Callable[[Pending], object], until_s: float) -> None:
         """Give the core away before each look. What others use it for meanwhile is not counted, within bounds."""
@@ -187,7 +179,7 @@ class Spinner:
         bell = self._bell
         if bell is not None and not bell.awake and self._memory.ranks_here and self._worth_it():
             bell.stay_awake()
-        now_s = perf_counter()
+        now_s = perf_counter()  # as Persistence does: small operations count calls
         if now_s - self._last_turn_s < TURN_S:
             return False
         self._last_turn_s = now_s
