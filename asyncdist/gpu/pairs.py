@@ -7,16 +7,16 @@ answers, and opposite directions do not wait for each other.
 Device memory, where both ranks are on one GPU. Each direction of a pair has memory that both can read, and a message is
 a broadcast there. If one rank cannot open the other's memory, waiting and later messages go through the host.
 
-The host's memory otherwise (`staged.message`): the sender copies to page-locked memory, chunk by chunk, and the
-receiver from there.
+The host's memory otherwise. A message is a broadcast through page-locked memory, as `staged.pipeline` carries it out.
+Each direction of a pair has a pipeline; what is idle of its buffers serves the other pipelines of the group.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from typing import Any, Final
 
@@ -44,9 +44,9 @@ from asyncdist.gpu.messages import (
 )
 from asyncdist.gpu.nccl.channel import NcclChannel, NcclOperation
 from asyncdist.gpu.path import Surroundings
-from asyncdist.gpu.staged.message import StagedMessages
+from asyncdist.gpu.staged.pipeline import Spares, StagedPipeline
 from asyncdist.gpu.streams import ready_after, tail_of
-from asyncdist.gpu.threads import Helpers, in_thread, stay_on
+from asyncdist.gpu.threads import Helpers, close_all, in_thread, stay_on
 from asyncdist.messages.work import PairWorkOwner
 from asyncdist.transport.protocol.frame import key_prefix
 from asyncdist.transport.protocol.operations import not_received
@@ -61,6 +61,9 @@ ENDING_S: Final = 10.0
 
 CLOSE_LIMIT_S: Final = 5.0
 """How long a closing sender waits until its last messages are read, for which their works have waited already."""
+
+SPARES: Final = 8
+"""Buffers kept for later messages through the host: 32 MiB of page-locked memory at most."""
 
 _BYTE: Final = np.dtype(np.uint8)
 _TAG: Final = 0
@@ -80,9 +83,12 @@ class DevicePairs:
         self._numbers: dict[int, int] = {}
         self._shares_memory = path in ("", "ipc")
         self._nccl_messages: dict[tuple[int, bool], _NcclMessages] = {}
-        self._shared: dict[tuple[int, bool], _IpcMessages] = {}
+        self._ipc: dict[tuple[int, bool], _IpcMessages] = {}
+        self._staged: dict[tuple[int, bool], _StagedMessages] = {}
+        self._spares = Spares(SPARES), Spares(SPARES)
+        self._host_helpers: dict[int, Helpers] = {}
+        """By GPU, the threads of messages through the host."""
         self._helpers = Helpers(around.loop, around.on)
-        self._staged = StagedMessages(around, self._id, self._helpers)
         self._works: dict[AnyWork, int] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
@@ -149,13 +155,32 @@ class DevicePairs:
                 shared.add(work, _received(work))
                 return
         self._answer(source, announced.number, STAGED)
-        self._staged.move(work)
+        self._through_host(work, _received(work))
 
     def _ipc_messages(self, peer: int, *, sending: bool) -> _IpcMessages:
-        messages = self._shared.get((peer, sending))
+        messages = self._ipc.get((peer, sending))
         if messages is None:
-            messages = self._shared[peer, sending] = _IpcMessages(self, peer, sending=sending)
+            messages = self._ipc[peer, sending] = _IpcMessages(self, peer, sending=sending)
         return messages
+
+    def _through_host(self, work: AnyWork, array: DeviceArray) -> None:
+        """Move a message through the host's memory; `array` is as long as the message."""
+        way = work.peer, isinstance(work, DeviceSendWork)
+        messages = self._staged.get(way)
+        if messages is None:
+            messages = self._staged[way] = _StagedMessages(self, work.peer, sending=way[1])
+        try:
+            messages.add(work, array)
+        except Exception as error:  # the driver refuses a stream
+            work.complete(error)
+
+    def _apart(self, name: str, peer: int, *, sending: bool) -> Surroundings:
+        """What one direction of a pair works with: the sender is rank 0 of the two, the receiver rank 1."""
+        around = self._around
+        ranks, rank = ((around.mesh.rank, peer), 0) if sending else ((peer, around.mesh.rank), 1)
+        group_id = derive_group_id(around.group_id, name, *ranks)
+        exchange = around.exchange.among(group_id, ranks, rank)
+        return replace(around, group_id=group_id, ranks=ranks, rank=rank, exchange=exchange, members=())
 
     def _answer(self, source: int, number: int, answer: bytes) -> None:
         answer_message(self._around.mesh, self._around.group_id, source, number, answer)
@@ -168,7 +193,7 @@ class DevicePairs:
         self._watch()
         how = answer[:1]
         if how == STAGED:
-            self._staged.move(work)
+            self._through_host(work, work.array.flat())
         elif how == IPC and self._shares_memory:
             self._ipc_messages(work.peer, sending=True).add(work, work.array.flat())
         elif how == NCCL and self._nccl is not None:
@@ -189,7 +214,6 @@ class DevicePairs:
     def ended(self, work: AnyWork) -> None:
         """See DeviceMessages."""
         self._works.pop(work, None)
-        self._staged.forget(work)
         self._around.events.give(work.ready)
 
     def _watch(self) -> None:
@@ -211,11 +235,14 @@ class DevicePairs:
         """A rank is gone: no message with that rank will end by itself."""
         for key in [key for key in self._nccl_messages if key[0] == rank]:
             self._nccl_messages.pop(key).end(in_order=False)
-        for (peer, _), shared in self._shared.items():
-            if peer == rank:
-                shared.end(error)
+        for way in self._ways():
+            if way.peer == rank:
+                way.end(error)
         for work in [work for work, peer in self._works.items() if peer == rank]:
             work.complete(error)
+
+    def _ways(self) -> tuple[_IpcMessages | _StagedMessages, ...]:
+        return *self._ipc.values(), *self._staged.values()
 
     def abort(self) -> None:
         """The group's messages are aborted; their works have failed, or are about to."""
@@ -230,18 +257,20 @@ class DevicePairs:
         for messages in given_up.values():
             messages.end(in_order=in_order)
         if not in_order:
-            for shared in self._shared.values():
-                shared.end(DistBackendError("the group's messages were aborted"))
-        self._staged.close(dropped=not in_order)
+            for way in self._ways():
+                way.end(DistBackendError("the group's messages were aborted"))
+        for staged in self._staged.values():
+            staged.shut()
+        for helpers in tuple(self._host_helpers.values())[:1]:
+            helpers.start(close_all, *self._spares[0].close(), *self._spares[1].close())
 
     async def close(self) -> None:
         """Give everything back, bounded; nothing is under way."""
         if not self._closed:
             self._closed = True
             self._end(in_order=True)
-            await asyncio.gather(*(shared.close() for shared in self._shared.values()))
-            await self._staged.wait_closed()
-            await self._helpers.wait(ENDING_S)
+            await asyncio.gather(*(ipc.close() for ipc in self._ipc.values()))
+            await asyncio.gather(*(helpers.wait(ENDING_S) for helpers in (self._helpers, *self._host_helpers.values())))
 
 
 class _NcclMessages:
@@ -263,7 +292,7 @@ class _NcclMessages:
         self._unique_id = b""
         self._numbers = count(1)
         ranks = (peer, around.mesh.rank) if unique_id is None else (around.mesh.rank, peer)
-        pair = dataclasses.replace(around, ranks=ranks, rank=int(unique_id is None))
+        pair = replace(around, ranks=ranks, rank=int(unique_id is None))
         self._channel = NcclChannel(pair, nccl, 0, 0, (device,), lambda _never: None)
         self._opening = start_task(self._loop, self._open(unique_id), name="open NCCL for messages")
 
@@ -313,20 +342,17 @@ class _IpcMessages:
     """One direction of a pair through device memory. Both ends stage the same messages if that fails."""
 
     def __init__(self, pairs: DevicePairs, peer: int, *, sending: bool) -> None:
-        around = pairs._around
-        ranks, rank = ((around.mesh.rank, peer), 0) if sending else ((peer, around.mesh.rank), 1)
-        group_id = derive_group_id(around.group_id, "ipc messages", *ranks)
-        self._exchange = around.exchange.among(group_id, ranks, rank)
-        self._around = dataclasses.replace(
-            around, group_id=group_id, ranks=ranks, rank=rank, exchange=self._exchange, members=()
-        )
+        self.peer = peer
+        self._around = pairs._apart("ipc messages", peer, sending=sending)
         self.broken = False
         """Whether messages go through the host."""
         self._pairs = pairs
         self._held: deque[tuple[AnyWork, DeviceArray]] = deque()
         self._channel: IpcChannel | None = None
         self._numbers = count()
-        self._opening: asyncio.Task[None] | None = start_task(around.loop, self._open(), name="open memory of messages")
+        self._opening: asyncio.Task[None] | None = start_task(
+            pairs._around.loop, self._open(), name="open memory of messages"
+        )
 
     def add(self, work: AnyWork, array: DeviceArray) -> None:
         """Move a message; `array` is as long as the message."""
@@ -334,7 +360,7 @@ class _IpcMessages:
         if work.done():  # given up meanwhile, and the pair with it
             return
         if self.broken:
-            self._pairs._staged.move(work)
+            self._pairs._through_host(work, array)
         elif channel is None:
             self._held.append((work, array))
         else:
@@ -358,7 +384,7 @@ class _IpcMessages:
 
     def end(self, error: BaseException) -> None:
         """Move nothing more. The works have failed, or the caller fails them."""
-        self._exchange.abort(error)
+        self._around.exchange.abort(error)
         if self._opening is not None:
             self._opening.cancel()
         if self._channel is not None:
@@ -372,7 +398,45 @@ class _IpcMessages:
         channel, self._channel = self._channel, None
         if channel is not None:
             await channel.shut(self._pairs._helpers, CLOSE_LIMIT_S)
-        self._exchange.close()
+        self._around.exchange.close()
+
+
+class _StagedMessages:
+    """One direction of a pair through the host's memory: a pipeline for each GPU of ours that has had a message."""
+
+    def __init__(self, pairs: DevicePairs, peer: int, *, sending: bool) -> None:
+        self._pairs = pairs
+        self.peer = peer
+        self._around = pairs._apart("staged messages", peer, sending=sending)
+        self._pipelines: dict[int, StagedPipeline] = {}
+
+    def add(self, work: AnyWork, array: DeviceArray) -> None:
+        """Move a message; `array` is as long as the message."""
+        if work.done():  # given up meanwhile, and the pair with it
+            return
+        pipeline = self._pipelines.get(array.device) or self._pipeline(array.device)
+        call, part = _as_broadcast(self._around.loop, work, array, work.number)
+        pipeline.start(call, part, lambda _part, error: work.complete(error))
+
+    def _pipeline(self, device: int) -> StagedPipeline:
+        around, known = replace(self._around, device=device), self._pairs._host_helpers
+        helpers = known.setdefault(device, Helpers(around.loop, around.on))
+        made = self._pipelines[device] = StagedPipeline(around, _TAG, helpers, spares=self._pairs._spares)
+        return made
+
+    def end(self, error: BaseException) -> None:
+        """Move nothing more. The works have failed, or the caller fails them."""
+        self._around.exchange.abort(error)
+        for pipeline in self._pipelines.values():
+            pipeline.stop()
+        self.shut()
+
+    def shut(self) -> None:
+        """Give everything back once the GPU is through with it. Nothing is under way. Idempotent."""
+        for pipeline in self._pipelines.values():
+            pipeline.shut()
+        self._pipelines.clear()
+        self._around.exchange.close()
 
 
 def _received(work: DeviceRecvWork) -> DeviceArray:

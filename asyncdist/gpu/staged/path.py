@@ -48,6 +48,7 @@ class StagedPath(DevicePath):
         if pipeline is None:
             dropped = self._dropped.pop(work.tag, ())
             pipeline = self._pipelines[work.tag] = StagedPipeline(self._around, work.tag, self._helpers, dropped)
+            self._around.owner.watch_parts(pipeline.parts_id, work.tag)
         call, on_end = self._private.of(call, on_end)
         pipeline.start(call, work, on_end)
 

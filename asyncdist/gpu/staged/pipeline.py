@@ -31,7 +31,7 @@ from asyncdist.gpu.streams import tell_queued
 from asyncdist.gpu.threads import Helpers, close_all, close_behind, in_thread
 from asyncdist.transport.protocol.frame import key_prefix, unpack_key
 
-__all__ = ["BUFFERS", "DROPPED_KEPT", "PinnedSlots", "StagedPipeline", "backend_name", "drop_unbegun"]
+__all__ = ["BUFFERS", "DROPPED_KEPT", "PinnedSlots", "Spares", "StagedPipeline", "backend_name", "drop_unbegun"]
 
 BUFFER_BYTES: Final = 4 << 20
 """A pinned buffer: PCIe moves it in about 100 us, ten times what starting a copy and hearing of its end take."""
@@ -85,12 +85,21 @@ class _Operation:
 class StagedPipeline:
     """See the module."""
 
-    def __init__(self, around: Surroundings, tag: int, helpers: Helpers, dropped: Iterable[int] = ()) -> None:
-        """`dropped` are operations of the tag that were refused before there was a pipeline."""
+    def __init__(
+        self,
+        around: Surroundings,
+        tag: int,
+        helpers: Helpers,
+        dropped: Iterable[int] = (),
+        spares: tuple[Spares | None, Spares | None] = (None, None),
+    ) -> None:
+        """`dropped` are operations of the tag that were refused before there was a pipeline.
+
+        `spares` are large and small buffers that all pipelines which are given them share while nothing uses them.
+        """
         self._around = around
         self._size = len(around.ranks)
         self._backend = around.exchange.host_backend(backend_name(tag))
-        around.owner.watch_parts(self._backend.group_id, tag)
         runtime = around.runtime
         self._helpers = helpers
         self._out = runtime.new_stream(around.device)
@@ -99,12 +108,17 @@ class StagedPipeline:
         except BaseException:
             close_all(self._out)
             raise
-        self._large = PinnedSlots(helpers, BUFFER_BYTES, BUFFERS, self._available)
-        self._small = PinnedSlots(helpers, SMALL_BUFFER_BYTES, SMALL_BUFFERS, self._available)
+        self._large = PinnedSlots(helpers, BUFFER_BYTES, BUFFERS, self._available, spares[0])
+        self._small = PinnedSlots(helpers, SMALL_BUFFER_BYTES, SMALL_BUFFERS, self._available, spares[1])
         self._waiting: deque[_Operation] = deque()  # not all of their portions have been taken up
         self._operations: dict[int, _Operation] = {}
         self._dropped = deque(dropped, DROPPED_KEPT)
         self._pumping = False
+
+    @property
+    def parts_id(self) -> int:
+        """The id of the host collectives that operations are made of."""
+        return self._backend.group_id
 
     def start(self, call: Call, work: CollectiveWork, on_end: OnEnd) -> None:
         """Begin, behind the operations before."""
@@ -217,14 +231,8 @@ class StagedPipeline:
         if not transfers:
             then(operation, portion)
             return
-        runtime = self._around.runtime
         try:
-            if stream not in operation.waited:
-                operation.waited.add(stream)
-                for ready in operation.call.ready:
-                    stream.wait_event(ready)
-            for target, source, nbytes in transfers:
-                runtime.copy(target, source, nbytes, stream)
+            self._queue(operation, stream, transfers)
         except Exception as error:
             self._fail(operation, error)
         try:
@@ -246,6 +254,14 @@ class StagedPipeline:
         portion.queued = stream is self._in
         if operation.exhausted and all(one.queued for one in operation.live) and not operation.stopped:
             tell_queued(operation.work, event)
+
+    def _queue(self, operation: _Operation, stream: Stream, transfers: Sequence[tuple[int, int, int]]) -> None:
+        if stream not in operation.waited:
+            operation.waited.add(stream)
+            for ready in operation.call.ready:
+                stream.wait_event(ready)
+        for target, source, nbytes in transfers:
+            self._around.runtime.copy(target, source, nbytes, stream)
 
     def _exchange(self, operation: _Operation, portion: _Portion) -> None:
         """The portion is in its buffer: run the host collective."""
@@ -356,21 +372,41 @@ def _drop_parked(around: Surroundings, backend: HostBackend, sequence: int) -> N
         backend.drop(sequence, unpack_key(key).sequence)
 
 
+class Spares:
+    """Page-locked buffers that nothing uses: at most `most` are kept for the next."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.free: list[Pinned] = []
+
+    def close(self) -> list[Pinned]:
+        """Keep no more buffers. Returns them, for the caller to close."""
+        self.most = 0
+        free, self.free = self.free, []
+        return free
+
+
 class PinnedSlots:
-    """At most `count` buffers of `nbytes`. `available(error)` is called on the loop when there may be one to take.
+    """At most `count` buffers of `nbytes` at a time. `available(error)` is called on the loop when one may be free.
 
     With an error there will be none. The driver takes milliseconds to page-lock a buffer: never on the loop, and
-    buffers are kept until `close`.
+    buffers are kept, until `close` or in `spares`.
     """
 
     def __init__(
-        self, helpers: Helpers, nbytes: int, count: int, available: Callable[[BaseException | None], object]
+        self,
+        helpers: Helpers,
+        nbytes: int,
+        count: int,
+        available: Callable[[BaseException | None], object],
+        spares: Spares | None = None,
     ) -> None:
         self.nbytes = nbytes
-        self._left = count
+        self._count = count
         self._helpers = helpers
         self._available = available
-        self._free: list[Pinned] = []
+        self._shared = spares is not None
+        self._spares = spares or Spares(count)
         self._taken: set[Pinned] = set()
         self._allocating: asyncio.Future[Pinned] | None = None
         self._closed = False
@@ -382,12 +418,13 @@ class PinnedSlots:
 
     def take(self) -> Pinned | None:
         """A buffer; None if none is free: then `available` follows."""
-        if self._free:
-            buffer = self._free.pop()
+        if len(self._taken) == self._count or self._closed:
+            return None
+        if self._spares.free:
+            buffer = self._spares.free.pop()
             self._taken.add(buffer)
             return buffer
-        if self._left and self._allocating is None and not self._closed:
-            self._left -= 1
+        if self._allocating is None:
             loop, on = self._helpers.loop, self._helpers.on
             self._allocating = in_thread(loop, on[0].pinned, self.nbytes, on=on, discard=close_all)
             self._allocating.add_done_callback(self._allocated)
@@ -398,16 +435,23 @@ class PinnedSlots:
         if self._closed:
             return
         self._taken.remove(buffer)
-        self._free.append(buffer)
-        self._available(None)
+        self._keep(buffer)
 
     def close(self) -> list[Pinned]:
-        """Make no more buffers. Returns all buffers, for the caller to close once nothing uses them."""
+        """Make no more buffers. Returns those in use, and all that are not shared, for the caller to close later."""
         self._closed = True
-        buffers = [*self._free, *self._taken]
-        self._free.clear()
+        buffers = [*self._taken]
         self._taken.clear()
+        if not self._shared:
+            buffers += self._spares.close()
         return buffers
+
+    def _keep(self, buffer: Pinned) -> None:
+        if len(self._spares.free) < self._spares.most:
+            self._spares.free.append(buffer)
+        else:
+            self._helpers.start(buffer.close)
+        self._available(None)
 
     def _allocated(self, future: asyncio.Future[Pinned]) -> None:
         self._allocating = None
@@ -415,13 +459,11 @@ class PinnedSlots:
             return
         error = future.exception()
         if error is not None:
-            fewer = bool(self._free or self._taken)  # it goes on with those that there are
-            self._left = 0 if fewer else self._left + 1
-            if not fewer:
+            if self._taken or self._spares.free:  # it goes on with those that there are
+                self._count = len(self._taken) + len(self._spares.free)
+            else:
                 self._available(error)
-            return
-        if self._closed:
+        elif self._closed:
             self._helpers.start(future.result().close)
-            return
-        self._free.append(future.result())
-        self._available(None)
+        else:
+            self._keep(future.result())

@@ -19,9 +19,8 @@ from asyncdist.errors import DistBackendError, DistError, PeerLostError
 from asyncdist.gpu.ipc import scratch as ipc_scratch
 from asyncdist.gpu.ipc.operation import IpcOperation
 from asyncdist.gpu.nccl.channel import NcclChannel
-from asyncdist.gpu.staged import message as staged_message
 from asyncdist.gpu.staged import pipeline as staged_pipeline
-from asyncdist.gpu.staged.message import StagedMessages
+from asyncdist.gpu.staged.pipeline import StagedPipeline
 
 COUNT = 2000
 """Elements of an array of three chunks."""
@@ -37,7 +36,6 @@ def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ipc_scratch, "OTHER_TAGS_LARGE_BYTES", 1 << 12)
     monkeypatch.setattr(staged_pipeline, "SMALL_BUFFER_BYTES", 1 << 10)
     monkeypatch.setattr(staged_pipeline, "BUFFER_BYTES", 1 << 12)
-    monkeypatch.setattr(staged_message, "STAGE_BYTES", 1 << 12)
 
 
 class Sweep:
@@ -118,7 +116,7 @@ def test_each_call_fails_once(path: str, what: str, turn: int, monkeypatch: pyte
     assert not sweep.problems, "\n".join(sweep.problems)
 
 
-MOVES: Any = {"nccl": (NcclChannel, "_launch"), "ipc": (IpcOperation, "_queue"), "staged": (StagedMessages, "_copy")}
+MOVES: Any = {"nccl": (NcclChannel, "_launch"), "ipc": (IpcOperation, "_queue"), "staged": (StagedPipeline, "_queue")}
 """What queues work on the GPU: a part of a message, but on nccl all of it."""
 
 

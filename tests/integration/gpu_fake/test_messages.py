@@ -22,7 +22,7 @@ from asyncdist.errors import (
 )
 from asyncdist.gpu import pairs as gpu_pairs
 from asyncdist.gpu.nccl import path as nccl_path
-from asyncdist.gpu.staged import message as staged_message
+from asyncdist.gpu.staged import pipeline as staged_pipeline
 
 DTYPES = ["bool", "int16", "int64", "float16", "float64", "complex64", ml_dtypes.bfloat16]
 
@@ -92,7 +92,7 @@ def test_batches_and_messages_to_oneself(nccl: bool) -> None:
 
 
 def test_large_messages_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staged_message, "STAGE_BYTES", 1 << 16)
+    monkeypatch.setattr(staged_pipeline, "BUFFER_BYTES", 1 << 16)
 
     async def main(at: GpuRank) -> None:
         values = np.arange(100_003, dtype=np.int32)

@@ -13,7 +13,7 @@ from waiting import eventually
 
 import asyncdist as dist
 from asyncdist.errors import CollectiveTimeoutError, DistBackendError, DistError
-from asyncdist.gpu.staged import message as staged_message
+from asyncdist.gpu.staged import pipeline as staged_pipeline
 from asyncdist.testing.fake_queues import FakeEvent
 
 CHUNK_BYTES = 1 << 12
@@ -22,7 +22,7 @@ CHUNKS = 5
 
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staged_message, "STAGE_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(staged_pipeline, "BUFFER_BYTES", CHUNK_BYTES)
 
 
 def pinned(at: GpuRank) -> list[Any]:
@@ -130,8 +130,8 @@ def test_one_that_comes_after_its_message_has_failed(monkeypatch: pytest.MonkeyP
     run_gpu(2, main, nccl=False)
 
 
-def test_after_messages_that_fail_others_use_the_same() -> None:
-    """A message that its receiver gives up ends the pair, but no other: what it had is used again."""
+def test_after_messages_that_fail_others_go_on() -> None:
+    """A message that its receiver gives up ends the pair, but no other: what it had is freed."""
 
     async def main(at: GpuRank) -> None:
         group: Any = dist.new_group()
@@ -146,11 +146,28 @@ def test_after_messages_that_fail_others_use_the_same() -> None:
             gate = runtime.hold(runtime.current_stream(at.device))
             await failure_of(begin(at, group))
             gate.open()
-            stages = group.pairs._gpu_pairs._staged._stages
-            await eventually(lambda: not stages.used)
             await dist.isend(at.zeros(CHUNKS * CHUNK_BYTES, "uint8"), 2, group)
         await at.world.store.wait(["received"])
         group.abort("over")
         await eventually(lambda: not pinned(at))
+
+    run_gpu(3, main, nccl=False)
+
+
+def test_the_next_message_to_anybody_takes_the_same() -> None:
+    """Page-locking takes milliseconds."""
+
+    async def main(at: GpuRank) -> None:
+        group: Any = dist.new_group()
+        x, made = at.zeros(CHUNK_BYTES, "uint8"), set[int]()
+        for other in (1, 2, 1):
+            if at.rank == 0:
+                await dist.send(x, other, group)
+                made |= {buffer.pointer for buffer in group.pairs._gpu_pairs._spares[1].free}
+            elif at.rank == other:
+                await dist.recv(x, 0, group)
+            await dist.barrier(at.group)
+        if at.rank == 0:
+            assert len(made) == 1
 
     run_gpu(3, main, nccl=False)

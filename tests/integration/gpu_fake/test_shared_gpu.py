@@ -261,7 +261,7 @@ def test_messages_between_ranks_on_one_gpu(loop: str) -> None:
 
 
 def shared_lines(at: GpuRank) -> Any:
-    return at.group.pairs._gpu()._shared
+    return at.group.pairs._gpu()._ipc
 
 
 def test_messages_take_the_host_where_memory_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
