@@ -39,7 +39,7 @@ DEFAULT_STORE_TIMEOUT_S: Final = 300.0
 class Store(ABC):
     """Keys are str, values are bytes (a str given as a value is stored as UTF-8).
 
-    The daemon's keys are bytes: what is no UTF-8 in one is a lone surrogate here, as in the names of files.
+    The daemon's keys are bytes. A byte that is not UTF-8 is a lone surrogate here, as in Python's file names.
 
     Every verb returns an awaitable, not necessarily a coroutine: `await` it, or pass it to `asyncio.ensure_future`,
     `gather` or `wait_for`. Arguments are checked at the call (TypeError, ValueError). A verb that changes something is
@@ -81,8 +81,8 @@ class Store(ABC):
     def set(self, key: str, value: str | bytes, *, lease: Lease | None = None) -> Awaitable[None]:
         """Store `value` under `key`, replacing what was there.
 
-        With a `lease` the key is deleted when that ends (LeaseLostError if it has); without one, a key that was bound
-        to a lease no longer is. `append` and `add` leave keys bound as they are.
+        With a `lease` the key is deleted when the lease ends; LeaseLostError if the lease has ended. Without one, a key
+        that was bound to a lease is bound no longer. `append` and `add` leave keys bound as they are.
         """
 
     @abstractmethod
@@ -156,9 +156,9 @@ class Store(ABC):
     def barrier(self, key: str, world_size: int, timeout: Timeout = INHERIT) -> Awaitable[None]:
         """Wait until `world_size` callers of the same `key` have come; it may be used again by as many.
 
-        Expiry raises `StoreTimeoutError`, which says how many came. Whoever came counts, also after its waiting ended:
-        take another key after an expiry. Keys that begin with `key` stay in the store. TypeError and ValueError at the
-        call unless `key` is a str and `world_size` an int of at least 1.
+        Expiry raises `StoreTimeoutError`, which says how many came. A caller that came counts even if its waiting has
+        ended: take another key after an expiry. Keys that begin with `key` stay in the store. TypeError and ValueError
+        at the call unless `key` is a str and `world_size` an int of at least 1.
         """
         if not isinstance(key, str):
             raise TypeError(f"a store key must be str, not {type(key).__name__}")
@@ -241,18 +241,18 @@ class Store(ABC):
                 a member of that name lives, this waits for it to go, and StoreTimeoutError says whose the name is.
             settle: seconds to wait for more than `min` members once they are there; with `max` it starts at once.
             grace: seconds after which a member whose connection broke is lost.
-            bound: False for members that are lost as soon as they were silent for `grace` seconds, as one is that is
-                stopped, or whose host is down: those do not break their connections.
+            bound: with False, this member is lost once it was silent for `grace` seconds. So others notice a process
+                that is stopped, or whose host is down, which does not break its connection.
 
         Raises DistStoreError for another `min` or `max`.
         """
         self._not_offered("memberships")
 
     def expel(self, job: str, member: str) -> Awaitable[None]:
-        """Take `member`, by its name, out of `job`, if it is there: for who knows before the store that it is dead.
+        """Take the member of that name out of `job`, if it is there: for callers that know sooner that it is dead.
 
-        Others are told that it left; itself, should it live, finds its membership lost. Anybody may do this, also who
-        is no member. DistStoreError if the daemon does not say what the member lives by, as older ones do not.
+        The other members are told that it left. If it lives, it finds its membership lost. The caller need not be a
+        member. DistStoreError if the daemon does not say by which lease the member lives, as older daemons do not.
         """
         self._not_offered("memberships")
 

@@ -74,8 +74,8 @@ class TLSConfig:
 def load_tls(environ: Mapping[str, str] = os.environ) -> TLSConfig | None:
     """Return what the variables in `TLS_VARIABLES` say, None without ASYNCDIST_TLS_CA.
 
-    Empty variables count as unset; ASYNCDIST_TLS_CA=system means whom the system trusts. Raises ValueError if there are
-    others without ASYNCDIST_TLS_CA: nobody shall believe that TLS is used where it is not.
+    Empty variables count as unset. ASYNCDIST_TLS_CA=system stands for the authorities that the system trusts. Raises
+    ValueError if other variables are set without ASYNCDIST_TLS_CA, since TLS would not be used.
     """
     authority, cert, key, name = (environ.get(variable) or None for variable in TLS_VARIABLES)
     if authority is None:

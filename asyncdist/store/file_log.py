@@ -4,10 +4,10 @@
     repeat: length u32, crc32 u32 (both little-endian), payload = msgpack
 
 The first record is `["open", world_size]`, then come `["join", member, host, pid, start]`, `["leave", member]` and the
-store's own changes; `["all", [record...]]` are several that are there together or not at all. Nothing is ever
-rewritten, so readers need no lock: they stop at what is not yet complete. A writer that was killed leaves an incomplete
-tail, which the next writer cuts off. Everything here is synchronous and short; waiting for the lock is the caller's
-business.
+store's own changes; `["all", [record...]]` holds several of them, which count together or not at all. Nothing is ever
+rewritten, so readers need no lock: they stop at a record that is not yet complete. A writer that was killed leaves an
+incomplete tail, which the next writer cuts off. Everything here is synchronous and short; waiting for the lock is the
+caller's business.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class FileLog:
     def read(self, *, locked: bool) -> list[Record]:
         """Return the changes recorded since the last call, other members' and our own.
 
-        Without the lock an incomplete record is one being written; with it, the remains of a killed writer.
+        Without the lock, an incomplete record is still being written. With the lock, a killed writer has left it.
         """
         status = os.fstat(self._fd)
         if status.st_nlink == 0:
@@ -163,7 +163,7 @@ class FileLog:
 
         `read` does not return them: whoever appends knows them already.
         """
-        # As one: where the disk is full what was written is cut off again, and a reader may have looked before that.
+        # In one record: if the disk is full its beginning is cut off again, and a reader may have read that before.
         data = encode_record(records[0] if len(records) == 1 else ("all", records))
         self._write(data)
         self._offset += len(data)
@@ -306,7 +306,7 @@ def this_process() -> ProcessIdentity:
 
 
 def is_gone(process: ProcessIdentity) -> bool:
-    """Return whether `process` is known to have ended; False for one of another host, which cannot be known."""
+    """Return whether `process` is known to have ended; False for a process of another host: nothing is known of it."""
     if process.host != this_host():
         return False
     try:

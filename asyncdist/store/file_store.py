@@ -35,7 +35,7 @@ MAX_LOCK_POLL_S: Final = 0.005
 """How often a lock that somebody else holds is tried; it is held for much less than that."""
 
 LOCK_GRACE_S: Final = 1.0
-"""How long a request with a time-out of its own, which may be 0, waits for the lock beyond that."""
+"""How much longer than its time-out, which may be 0, a request waits for the lock."""
 
 MAX_TURN_REQUESTS: Final = 512
 """Most requests done in one turn of the event loop, about 5 ms."""
@@ -47,15 +47,15 @@ CLOSE_TIMEOUT_S: Final = 2.0
 """How long closing waits for the lock. A file not left by then is reported as stale to the next one who opens it."""
 
 UNLIMITED: Final = 2**62
-"""Every process replays the log into its own engine and must come to the same result, so nothing that differs between
-processes (their waiters, their memory) may decide. Keys and values have the daemon's limits."""
+"""Every process replays the log into its own engine, and all must come to the same result. So no limit may depend on
+what differs between processes: their waiters and their memory. Keys and values have the daemon's limits."""
 
 
 class FileStore(RequestStore):
     """A store in the file `file_name`, shared by processes of one host, or of several over a coherent file system.
 
-    The first one creates the file (mode 0600), every one is counted in it, and the last one to `close` removes it. With
-    `world_size`, it is removed only after so many have joined, so that an early one may leave before a late one comes.
+    The first process creates the file (mode 0600), each process is counted in it, and the last to `close` removes it.
+    With `world_size` the file is removed only after so many have joined, so that one may leave before another comes.
     A store that is dropped without `close`, or whose program ends, leaves if the file's lock is free at that moment.
 
     Opening fails at once with DistStoreError, and leaves the file as it is, if the directory is missing or not

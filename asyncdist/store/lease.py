@@ -254,12 +254,12 @@ def _ignore(reply: asyncio.Future[Any]) -> None:
 class Lock:
     """A lock between processes. Made by `store.lock`; `async with store.lock(name) as token: ...`.
 
-    Who waits gets it in the order they asked. It is released at the end, or when the holder's process is gone for
-    longer than the grace. No lock can stop a holder that was suspended, or cut off from the store, from going on after
-    that: hand `token`, which is larger for every later holder, to whatever you write to, and let that refuse a smaller
-    one than it has seen. After a restart of a daemon in memory mode tokens begin with its host's clock: one that must
-    grow over restarts needs a daemon with a journal (docs/store.md). `LeaseLostError` at the end of the block says that
-    the lock was lost inside it.
+    Clients get it in the order in which they asked. It is released at the end of the block, or when the holder's
+    process is gone for longer than the grace. No lock can stop a holder that was suspended, or cut off from the store,
+    from going on after that: hand `token`, which is larger for every later holder, to whatever you write to, and let
+    that refuse a smaller one than it has seen. After a restart of a daemon in memory mode tokens begin with its host's
+    clock: one that must grow over restarts needs a daemon with a journal (docs/store.md). `LeaseLostError` at the end
+    of the block says that the lock was lost inside it.
     """
 
     def __init__(self, store: CoordinatingStore, name: str, grace_s: float, timeout: Timeout) -> None:

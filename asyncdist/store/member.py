@@ -81,8 +81,8 @@ class Membership(AsyncIterator[MemberEvent]):
     async def rejoin(self, timeout: Timeout = INHERIT) -> Self:
         """Wait for the next epoch with all members still there; returns this object with its new epoch and rank.
 
-        Raises StoreTimeoutError, whose `keys` name those who did not come, and LeaseLostError, also where another
-        process has joined under this name; after either, or after being cancelled, this process is no member any more.
+        Raises StoreTimeoutError, whose `keys` name the members that did not come, and LeaseLostError, as where another
+        process has joined under this name. After an error, or when cancelled, this process is no member any more.
         """
         timeout_s = timeout_seconds(timeout, self._default_timeout_s)
         if self._lease is None or self._left:
@@ -172,7 +172,7 @@ class Membership(AsyncIterator[MemberEvent]):
             return await self.rejoin(timeout)
 
     async def _tell_whose_name(self) -> None:
-        """Say it where the wait is for another member of this name, which a wrong configuration may have made."""
+        """Warn where another process is the member of this name, which a wrong configuration may have started."""
         assert self._lease is not None
         with contextlib.suppress(DistError):
             if await self._ask(messages.GET, (encoded_key(self._prefix + self.name),), 0) != b"%d" % self._lease.id:

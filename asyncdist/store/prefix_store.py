@@ -28,8 +28,8 @@ class PrefixStore(Store):
 
     `PrefixStore("b", PrefixStore("a", store)).set("k", v)` writes `a/b/k`. `num_keys` and `list_keys` see this prefix
     only (`pre` never shows `pref/x`). `timeout` is the underlying store's until `set_timeout` gives this view its own.
-    `close` ends the view and leaves the underlying store open. The verbs that change nothing are coroutines here,
-    issued when first awaited.
+    `close` ends the view and leaves the underlying store open. Verbs that wait for others, and those that count
+    and list keys, are coroutines here: issued when first awaited.
     """
 
     def __init__(self, prefix: str, store: Store) -> None:
@@ -218,10 +218,10 @@ class PrefixStore(Store):
             raise ClosedError(f"{self!r} is closed")
 
     async def _waiting(self, verb: Callable[P, Awaitable[T]], *arguments: P.args, **options: P.kwargs) -> T:
-        """Wait for a verb; `close` ends it, and errors name keys as the caller of this view knows them.
+        """Wait for a verb until `close`. Errors name keys as the caller of this view knows them.
 
-        `close` cancels the task and this turns it into ClosedError, as `asyncio.timeout` does with its expiry, because
-        cancelling is the one way to end a wait in any store without losing a queue's item.
+        `close` cancels the task, and the cancellation becomes a ClosedError here, as `asyncio.timeout` makes a
+        TimeoutError of one. To cancel is the only way to end a wait in any store without losing an item of a queue.
         """
         self._raise_if_closed()
         task = asyncio.current_task()

@@ -202,8 +202,8 @@ class StoreObserver(TCPStore):
 
     The daemon ends the connection over anything else.
 
-    It connects, and is answered, also while the daemon's disk hangs: a durable daemon has others wait until it is on
-    the disk that they came. The arguments are those of TCPStore.
+    It connects and is answered even while the daemon's disk hangs. Other clients of a durable daemon wait until their
+    arrival is on the disk. The arguments are those of TCPStore.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:

@@ -171,8 +171,8 @@ class ChangeLog:
         self.dirty = False
         """Whether anything changed that must be in the journal before a client learns of it."""
         self.late = False
-        """Whether anything changed that nobody waits for: it is in the journal before whatever is said next, and soon
-        if nothing is."""
+        """Whether anything changed for which no answer waits. It is in the journal before the next answer, and soon if
+        there is none."""
 
     def of(self, name: str) -> NamespaceChanges | None:
         """Return where changes of a namespace are noted, None if it is not in the journal."""

@@ -18,7 +18,7 @@ REPLY_BYTES: Final = 320
 TURN_WORK_BYTES: Final = 8 * 1024 * 1024
 """A turn of a client ends when its requests have copied so much: it takes about as long as many small ones."""
 KEY_WORK_BYTES: Final = 256
-"""As how many bytes copied a key counts that is looked at, as it takes about as long."""
+"""A key that is looked at counts as this many bytes copied: it takes about as long."""
 
 
 class Client:

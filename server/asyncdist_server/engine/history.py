@@ -1,8 +1,8 @@
 """What happened to the keys of one prefix lately, and which watches wait for more. No clock and no I/O.
 
-A history begins with the first watch of its prefix and ends when it has had no watch for a while; only keys under
-a watched prefix are recorded, and each prefix by itself, so that other keys neither cost anything nor push events
-out. Watchers share it: one that is slow holds nothing here, it finds that events it has not read are gone.
+A history begins with the first watch of its prefix, and ends when it has had no watch for a while. Only keys under a
+watched prefix are recorded, for each prefix apart: other keys cost nothing and push no events out. The watches of a
+prefix share its history. A slow one keeps nothing alive here: it finds that events which it has not read are gone.
 """
 
 from __future__ import annotations

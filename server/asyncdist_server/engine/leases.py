@@ -25,8 +25,8 @@ LEASED_KEY_BYTES: Final = 150
 HOLD_BYTES: Final = 700
 """What holding a prefix costs besides the prefix."""
 RETURN_S: Final = 5.0
-"""What a lease bound to a connection gets at least when the daemon has come back: its clients were not gone, and try
-again every two seconds at most."""
+"""Least time of a lease bound to a connection when the daemon has come back. Its client was not gone, and tries to
+connect again every two seconds at most."""
 STALL_S: Final = 0.5
 """A timer that is later than this means that the daemon was stopped, or its host was: what its clients said meanwhile
 has arrived and was not read. Clients renew a lease three times in its time, so that shorter stalls do no harm."""

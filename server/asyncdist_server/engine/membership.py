@@ -8,11 +8,11 @@ state as long as anybody has it; then the new ones in the order of their names (
 A name belongs to one member. Who joins under the name of a member whose connection is lost takes its place at once, and
 waits while that one lives.
 
-Everything is also to be seen as keys under `job/<job>/`: `members/<name>`, bound to the member's lease, whose number is
-its value, from its first join until it leaves or is lost, and `epoch`, the last round as msgpack [epoch, [name...]]. So
-watching `members/` tells of arrivals, departures (deleted) and losses (expired), and a store that kept its keys knows
-its jobs again. The prefix is held by the members' leases: all of it goes when the last one has gone, after
-`JOB_LINGER_S`.
+A job can be seen in the keys under `job/<job>/`. `members/<name>` is there from a member's first join until it leaves
+or is lost; it is bound to the member's lease, and its value is the lease's number. `epoch` is the last round, as
+msgpack [epoch, [name...]]. So a watch of `members/` tells of arrivals, departures (deleted) and losses (expired), and a
+store that kept its keys knows its jobs again. The members' leases hold the prefix: all of it goes `JOB_LINGER_S` after
+the last member.
 """
 
 from __future__ import annotations

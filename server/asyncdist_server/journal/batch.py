@@ -1,9 +1,9 @@
 """What is written to the journal in one transaction, and when older batches are given up. No clock and no I/O.
 
-A journal is a row of batches. Each says of whatever changed since the one before what it is now; what nothing is said
-of in any later batch is still as an earlier one has it. So the oldest batch can be dropped once what of it is still
-valid has been said again, and the journal needs no snapshots and stays in proportion to what the store holds.
-What was appended to a value is said alone, and together with all before it when that has to be said again.
+A journal is a sequence of batches. A batch holds the new state of everything that changed since the batch before. What
+no later batch mentions is still as an earlier batch has it. So the oldest batch can be dropped once a later one repeats
+what is still valid in it. The journal needs no snapshots, and its size stays in proportion to what the store holds. A
+piece that is appended to a value is written alone; the whole value is written when the value has to be repeated.
 
 A batch consists of sections (kind, namespace, rows), in this order, rows being
 
@@ -25,8 +25,8 @@ A batch consists of sections (kind, namespace, rows), in this order, rows being
                None if it does no longer
     HOLDERS    (prefix, lease id, whether that lease holds it)
 
-`since` is the age from which on the time counts that is left to it; None: from the next start of a daemon on. So what
-nobody vouches for has its full time after one restart, and what is left of that after further ones.
+`since` is the store's age at which the time that is left began to count. None: it begins at the next start of a daemon.
+So what no client keeps alive has its full time after one restart, and after further restarts what is left of that.
 
 Up to format 4 there are no ages, up to format 3 replies are without the third. TAKEN and HOLDERS came with format 3,
 PIECES with format 2.
@@ -64,16 +64,16 @@ AGE: Final = 13
 CLEAN: Final = 1
 """Flag of a batch: the store stopped after it, nothing is missing."""
 ROLLED_BACK: Final = 2
-"""Flag of a batch: clients may know more than those before say. What these say of clients and histories is void."""
+"""Flag of a batch: clients may know more than earlier batches hold, whose clients and histories are void."""
 GAPS: Final = 4
-"""Flag of a batch: events may be missing before it. What the batches before say of histories is void."""
+"""Flag of a batch: events may be missing before it. The histories of earlier batches are void."""
 
 PART_BYTES: Final = 16 * 1024 * 1024
 """A batch is cut into rows of about this many bytes, or one value that is larger."""
 CLEAN_AT_ONCE_BYTES: Final = 64 * 1024
 """How much is cleaned with a batch, besides twice what the last one wrote: more than grows, less than delays."""
 FLOOR_REPLIES: Final = 1024
-"""Among how many remembered replies, and a few for each new one, the oldest is looked for: each batch does it."""
+"""Most remembered replies, besides a few for each new one, among which each batch looks for the oldest."""
 
 Section = tuple[int, str, list[Any]]
 
@@ -98,7 +98,7 @@ class Batch:
 
 @dataclasses.dataclass(slots=True)
 class Written:
-    """What must be remembered of a batch in the journal: which things it speaks of."""
+    """What is remembered of a batch in the journal: the things whose state it holds."""
 
     first_row: int
     next_row: int

@@ -30,11 +30,11 @@ from asyncdist_server.logs import EventLog
 LATE_S: Final = 0.05
 """How long a change for which no answer waits may stay out of the journal; most go with an earlier commit."""
 FIRST_AGE_S: Final = 1.0
-"""After so long a daemon that came back with something to end notes for how long it has run, then whenever it has run
-twice as long as it noted: so at least half of each longer life counts, for few commits, whatever ends it."""
+"""A daemon that came back with something that ends by itself notes after this time how long it has run, and again when
+it has run twice as long. So at least half of each longer run counts, with few commits, whatever ends the run."""
 LOST_REVISIONS: Final = MAX_DELAY_MS * 1000
-"""How many revisions are left out where some may be lost: one for each microsecond of the longest delay. A clock that
-was not set back leaves out as many by itself; else locks would give tokens that others were given before."""
+"""How many revisions a daemon leaves out that may have lost some: one for each microsecond of the longest delay. Else
+locks might give tokens that other clients had before. (A clock that was not set back leaves out as many by itself.)"""
 SLOW_COMMIT_S: Final = 1.0
 """A commit under way for this long is logged: clients that ask for more than the status wait for it."""
 TIDY_BYTES: Final = 1024 * 1024

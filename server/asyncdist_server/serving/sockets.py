@@ -68,11 +68,11 @@ def is_loopback(ip: str) -> bool:
 
 
 SPARE_DESCRIPTORS: Final = 128
-"""Those besides connections: listeners, the journal, the loop's own, 64 connections of HTTP, and some that just end.
-In a process that does more than to host the store: what it needs besides."""
+"""Descriptors besides those of connections: listeners, the journal, the loop's own, 64 connections of HTTP, and some of
+connections that end. In a process that does more than host the store: those that the rest of it needs."""
 
 ENDING_DESCRIPTORS: Final = 32
-"""How many of them those may hold that just end, as they were refused and have not read why."""
+"""How many of them connections may hold that were refused and have not read why."""
 
 
 def descriptor_limit() -> int | None:
