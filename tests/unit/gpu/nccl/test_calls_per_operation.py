@@ -17,8 +17,8 @@ from cupy_kit import Bindings, install, uninstall
 
 import asyncdist as dist
 from asyncdist import HashStore
+from asyncdist.concurrency import spin
 from asyncdist.cuda import Provider, provider
-from asyncdist.gpu import cuda_events
 
 TIMES = 10
 
@@ -53,7 +53,7 @@ def a_gpu_through_cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bindings]:
     cuda = install(bindings, monkeypatch)
     monkeypatch.setattr(sys.modules["cupy"], "ndarray", CupyArray, raising=False)
     monkeypatch.setattr(sys.modules["asyncdist.cuda.cupy_runtime"], "device_uuid", lambda device: f"gpu-{device}")
-    monkeypatch.setattr(cuda_events, "TURN_S", math.inf)  # a turn of the loop between two of them would count too
+    monkeypatch.setattr(spin, "TURN_S", math.inf)  # a turn of the loop between two of them would count too
     with provider.override(Provider(cuda.runtime, cuda.nccl)):
         yield bindings
     uninstall()
