@@ -230,7 +230,7 @@ class DeviceRecvWork(RecvWork):
         """Take an announcement that fits, and answer one that does not."""
         if not meta.startswith(GPU_META):
             dtype, shape = self._described(source, meta, nbytes)
-            raise self._differs(source, f"{describe(dtype, shape)} from the host, but the receive buffer is on a GPU")
+            raise self._dropped(source, f"{describe(dtype, shape)} from the host, but the receive buffer is on a GPU")
         try:
             announced = Announcement.decode(meta)
         except ValueError as error:
@@ -239,13 +239,9 @@ class DeviceRecvWork(RecvWork):
             own = describe(self.array.dtype, self.array.shape)
             sent = describe(announced.dtype, announced.shape)
             self._messages.refuse(source, announced.number, f"it sent {sent}, but the receive buffer is {own}")
-            raise self._differs(source, f"{sent}, but the receive buffer is {own}")
+            raise self._dropped(source, f"{sent}, but the receive buffer is {own}")
         self._announced = announced
         return memoryview(bytearray())
-
-    def _differs(self, source: int, what: str) -> CollectiveMismatchError:
-        text = f"{self.where}: rank {source} sent {what}; the message is dropped, the pair stays usable"
-        return CollectiveMismatchError(text, source)
 
     def message_received(self, token: object, receive: Receive) -> None:
         """A message is announced: have the data sent."""
