@@ -173,6 +173,8 @@ def test_arrays_live_until_the_gpu_is_through_with_them() -> None:
 def test_slow_kernels_do_not_block_the_loop(loop: str) -> None:
     """Where the loop waits for a kernel, one of its turns lasts as long as the kernel."""
 
+    kernels = 5
+
     async def main(at: GpuRank) -> float:
         await dist.all_reduce(at.zeros(1), group=at.group)
         event_loop, turns, before = asyncio.get_running_loop(), [0.0], [time.perf_counter()]
@@ -186,14 +188,14 @@ def test_slow_kernels_do_not_block_the_loop(loop: str) -> None:
                 event_loop.call_soon(turn)
 
         event_loop.call_soon(turn)
-        for _ in range(5):
+        for _ in range(kernels):
             write_late(at, x := at.zeros(4), 1)
             await dist.all_reduce(x, group=at.group)
         stopped = True
-        return max(turns)
+        return sorted(turns)[-kernels]
 
-    (longest,) = run_gpu(1, main, loop=loop)
-    assert_within(LONG_S / 2, longest)
+    (turn_s,) = run_gpu(1, main, loop=loop)
+    assert_within(LONG_S, turn_s)  # other processes may hold a core for as long, but hardly five times
 
 
 def test_two_tasks_with_tags_of_their_own() -> None:
