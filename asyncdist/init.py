@@ -268,10 +268,11 @@ async def _join(
     _watch_restarts(source.store, rendezvous)
     hosted = source.store if method.may_host and method.rank and isinstance(source.store, TCPStore) else None
     rendezvous.on_hosted = None if hosted is None else lambda: _ends_with_rank_0(hosted)
-    config = TransportConfig.from_environ(environ)
     overrides = parse_overrides(environ.get("ASYNCDIST_ALGO", ""))
     check = parse_check(environ.get("ASYNCDIST_CHECK", ""))
     reachable = await local_address(method.host or None, method.port, environ)
+    config = TransportConfig.from_environ(environ, reachable.interfaces)
+    rendezvous.connections = config.interfaces, config.streams
     options = {"check": check, "rank 0 hosts": source.server is not None}
     if method.rank == 0:
         own = tuning or own_tuning(

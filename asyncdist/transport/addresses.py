@@ -103,6 +103,8 @@ class LocalAddress:
 
     ips: tuple[str, ...]
     advertised: tuple[Endpoint, ...] = ()
+    interfaces: int = 1
+    """So many of them, the first ones, belong to interfaces that are to be used all."""
 
     @property
     def loopback(self) -> bool:
@@ -161,8 +163,9 @@ async def local_address(store_host: str | None, store_port: int, environ: Mappin
     Raises ValueError if no interface matches, DistNetworkError if a name does not resolve or no route leads to the
     store. Cancellation leaves nothing behind.
     """
-    ips = await _ips_to_listen_on(store_host, store_port, environ)
-    return LocalAddress(ips, await _advertised(environ.get("ASYNCDIST_ADVERTISE", "")))
+    ips, interfaces = await _ips_to_listen_on(store_host, store_port, environ)
+    advertised = await _advertised(environ.get("ASYNCDIST_ADVERTISE", ""))
+    return LocalAddress(ips, advertised, min(interfaces, len(advertised) or interfaces))
 
 
 async def _advertised(text: str) -> tuple[Endpoint, ...]:
@@ -182,25 +185,28 @@ async def _advertised(text: str) -> tuple[Endpoint, ...]:
     return tuple(endpoints[:MAX_ENDPOINTS])
 
 
-async def _ips_to_listen_on(store_host: str | None, store_port: int, environ: Mapping[str, str]) -> tuple[str, ...]:
+async def _ips_to_listen_on(
+    store_host: str | None, store_port: int, environ: Mapping[str, str]
+) -> tuple[tuple[str, ...], int]:
+    """Addresses, and how many of them belong to interfaces that are to be used all."""
     for name in ("ASYNCDIST_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         spec = environ.get(name, "").strip()
         if spec:
             try:
-                return select_ips(spec, list_interfaces())[:MAX_ENDPOINTS]
+                return _interfaces_first(spec, list_interfaces())
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
     master = environ.get("MASTER_ADDR", "").strip().strip("[]")
     if store_host is None:
         if not master:
-            return ("127.0.0.1",)
-        return (_route_source(await _resolve(master, 9)),)
+            return ("127.0.0.1",), 1
+        return (_route_source(await _resolve(master, 9)),), 1
     source = _route_source(await _resolve(store_host, store_port))
     if is_loopback(source) and master:
         ip = (await _resolve(master, 9))[1][0]
         if not is_loopback(ip) and is_local_ip(ip):
             source = ip
-    return (source,)
+    return (source,), 1
 
 
 async def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
@@ -283,6 +289,20 @@ def select_ips(spec: str, interfaces: Sequence[Interface]) -> tuple[str, ...]:
         there = ", ".join(f"{i.name} ({i.ip})" for i in interfaces) or "none"
         raise ValueError(f"no network interface matches {spec!r}; interfaces that are up: {there}")
     return ips
+
+
+def _interfaces_first(spec: str, interfaces: Sequence[Interface]) -> tuple[tuple[str, ...], int]:
+    """The addresses that `spec` chooses, one of each interface first, and how many of those there are.
+
+    What is only not excluded is not chosen to be used: hosts may differ in it.
+    """
+    ips = select_ips(spec, interfaces)
+    if spec.startswith("^"):
+        return ips[:MAX_ENDPOINTS], 1
+    names = {interface.ip: interface.name.partition(":")[0] for interface in interfaces}
+    firsts = {names[ip]: ip for ip in reversed(ips)}
+    used = [ip for ip in ips if firsts[names[ip]] == ip]
+    return tuple(dict.fromkeys((*used, *ips)))[:MAX_ENDPOINTS], min(len(used), MAX_ENDPOINTS)
 
 
 def is_local_ip(ip: str) -> bool:

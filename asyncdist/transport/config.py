@@ -45,13 +45,17 @@ MAX_HALF_OPEN: Final = 512
 """Accepted sockets without a hello. Beyond that, connections wait in the kernel's queue, which is what a
 burst of honest ranks needs, and a flood of strangers costs at most this many descriptors."""
 
+MAX_STREAMS: Final = 64
+"""Connections of a pair: more than any network needs, and each side may hold copies of 4 MiB for each."""
+
 
 @dataclass(frozen=True, slots=True)
 class TransportConfig:
     """How a mesh connects. `transport` is one of `TRANSPORTS`; times are in seconds.
 
     `local_ranks` is how many ranks share the host's cores, as far as that is known. Ranks that connect count as well.
-    `ports` are those that ranks may listen on, None for any.
+    `ports` are those that ranks may listen on, None for any. A pair of ranks that uses TCP has `streams` connections,
+    spread over `interfaces`; both are the same on all ranks. `streams` 0: one for each interface.
     """
 
     transport: str = "auto"
@@ -69,6 +73,8 @@ class TransportConfig:
     keepalive_s: float = DEFAULT_KEEPALIVE_S
     local_ranks: int = 1
     ports: range | None = None
+    interfaces: int = 1
+    streams: int = 0
 
     @property
     def shares_memory(self) -> bool:
@@ -88,9 +94,11 @@ class TransportConfig:
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
             raise ValueError(f"transport {self.transport!r}: use one of {', '.join(TRANSPORTS)}")
+        if not self.streams:
+            object.__setattr__(self, "streams", self.interfaces)
 
     @classmethod
-    def from_environ(cls, environ: Mapping[str, str]) -> TransportConfig:
+    def from_environ(cls, environ: Mapping[str, str], interfaces: int = 1) -> TransportConfig:
         """Read ASYNCDIST_TRANSPORT and the like; raises ValueError for what cannot be."""
         word = _word_from_environ(environ, "ASYNCDIST_TRANSPORT", TRANSPORTS)
         directory = environ.get("ASYNCDIST_SOCKET_DIR", "").strip() if word != "tcp" else ""
@@ -106,6 +114,8 @@ class TransportConfig:
             keepalive_s=keepalive_from_environ(environ),
             local_ranks=_local_ranks(environ),
             ports=ports_from_environ(environ),
+            interfaces=interfaces,
+            streams=_streams_from_environ(environ),
         )
 
 
@@ -137,6 +147,13 @@ def ports_from_environ(environ: Mapping[str, str]) -> range | None:
     if not 0 < numbers[0] <= numbers[1] < 65536:
         raise ValueError(f"ASYNCDIST_PORT_RANGE={text!r}: give the first and the last port, such as 20000-20099")
     return range(numbers[0], numbers[1] + 1)
+
+
+def _streams_from_environ(environ: Mapping[str, str]) -> int:
+    text = environ.get("ASYNCDIST_STREAMS", "").strip()
+    if text and not (text.isascii() and text.isdigit() and 0 < int(text) <= MAX_STREAMS):
+        raise ValueError(f"ASYNCDIST_STREAMS={text!r}: give a number of connections from 1 to {MAX_STREAMS}")
+    return int(text or 0)
 
 
 def _bytes_from_environ(environ: Mapping[str, str], name: str, default: T) -> int | T:

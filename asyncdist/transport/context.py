@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from asyncdist.transport.config import TransportConfig
 from asyncdist.transport.fork import SocketSet
@@ -28,6 +28,10 @@ class MeshContext:
     memory: HostMemory
     neighbors: Neighbors
     keepalive: KeepaliveWatch
+    path_watch: KeepaliveWatch
+    """Of pairs with several connections, the next to lose one of them."""
+    ips: list[str] = field(default_factory=list)
+    """Addresses listened on, those of the interfaces that are used first, in their order."""
 
 
 class Absence(enum.Enum):

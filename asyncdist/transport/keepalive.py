@@ -22,7 +22,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["DEFAULT_KEEPALIVE_S", "MIN_KEEPALIVE_S", "KeepaliveWatch", "keepalive_from_environ", "set_keepalive"]
+__all__ = [
+    "DEFAULT_KEEPALIVE_S",
+    "MIN_KEEPALIVE_S",
+    "PATH_SILENT_S",
+    "KeepaliveWatch",
+    "keepalive_from_environ",
+    "set_keepalive",
+]
 
 DEFAULT_KEEPALIVE_S: Final = 30.0
 """Longer than a switch takes to start again, or a virtual machine to move."""
@@ -30,6 +37,9 @@ MIN_KEEPALIVE_S: Final = 1.0
 """The kernel counts whole seconds."""
 MAX_KEEPALIVE_S: Final = 86400.0
 """A day; the kernel takes no more than nine hours between two probes."""
+PATH_SILENT_S: Final = 2.0
+"""Of several connections of a pair, the one that is silent for so long is given up: three packets lost in a row (0.2 +
+0.4 + 0.8 s until each is sent again) do not suffice, and what it carried waits no longer."""
 UNLIMITED: Final = (15, 5, 6)
 """Without a limit: seconds idle before the first probe, seconds between two, how many may stay unanswered."""
 

@@ -18,7 +18,7 @@ from asyncdist.transport.connections.listener import Listener
 from asyncdist.transport.context import MeshContext
 from asyncdist.transport.fork import SocketSet
 from asyncdist.transport.host_memory import HostMemory
-from asyncdist.transport.keepalive import KeepaliveWatch
+from asyncdist.transport.keepalive import PATH_SILENT_S, KeepaliveWatch
 from asyncdist.transport.protocol.hello import Identity, ListenerHello
 from asyncdist.transport.protocol.peer import PeerCore
 from asyncdist.transport.spin import Neighbors, Spinner, settle, vacate
@@ -77,6 +77,7 @@ class Mesh(BaseMesh):
             ),
             Neighbors(),
             KeepaliveWatch(loop, config.keepalive_s),
+            KeepaliveWatch(loop, PATH_SILENT_S),
         )
         settle(self._context.identity)
         self.memory = self._context.memory
@@ -93,7 +94,8 @@ class Mesh(BaseMesh):
     ) -> PeerAddress:
         """Listen on `ips` (and on a Unix socket, as configured) and return the address to publish.
 
-        It has `advertised` in place of `ips`, if there are any; port 0 stands for the port of the first of `ips`.
+        It has `advertised` in place of `ips`, if there are any; port 0 stands for the port of the first of `ips`,
+        or of the one at the same place where several interfaces are used.
         Without `accept`, peers that connect wait until that is called. Raises DistNetworkError naming the address that
         cannot be bound, and ClosedError. Not needed by a rank that only dials.
         """
@@ -107,8 +109,12 @@ class Mesh(BaseMesh):
             if isinstance(error, OSError):
                 raise DistNetworkError(f"rank {self.rank}: {error.strerror or error}; {_REMEDY}") from error
             raise
+        self._context.ips[:] = ips
         if endpoints and advertised:
-            endpoints = tuple((ip, port or endpoints[0][1]) for ip, port in advertised)
+            endpoints = tuple(
+                (ip, port or endpoints[number if number < config.interfaces else 0][1])
+                for number, (ip, port) in enumerate(advertised)
+            )
         self.address = PeerAddress(self._context.host_id, endpoints, unix)
         events.info("rank %d: listening on %s", self.rank, self.address)
         if accept:

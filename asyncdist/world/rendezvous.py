@@ -85,6 +85,8 @@ class Rendezvous:
         self.world_size = world_size
         self.on_hosted: Callable[[], None] | None = None
         """Called, while others are waited for, once it is known that the store ends with rank 0."""
+        self.connections = 1, 1
+        """How many interfaces this rank uses, and connections for each pair of ranks; the same on all ranks."""
         self.book = AddressBook(world_size)
         """Where the ranks of the world listen, as far as this one was told."""
         self._attempt: asyncio.Task[Met] | None = None
@@ -393,6 +395,7 @@ class Rendezvous:
             "world_size": self.world_size,
             "host": host,
             "loopback": loopback,
+            "connections": self.connections,
             "who": self._who,
         }
         packed: bytes = msgpack.packb(mine)
@@ -405,6 +408,12 @@ class Rendezvous:
             message = (
                 f"{self._who} was started with world_size {self.world_size}, "
                 f"but {theirs['who']} with {theirs['world_size']}"
+            )
+        elif tuple(theirs["connections"]) != self.connections:
+            message = (
+                f"{self._who} has {_spell_connections(*self.connections)}, "
+                f"but {theirs['who']} has {_spell_connections(*theirs['connections'])}: ASYNCDIST_SOCKET_IFNAME (or "
+                "GLOO_SOCKET_IFNAME) has to choose as many on every rank, and ASYNCDIST_STREAMS to be the same"
             )
         elif theirs["host"] != host and (theirs["loopback"] or loopback):
             local = theirs["who"] if theirs["loopback"] else self._who
@@ -467,6 +476,11 @@ class Rendezvous:
         await self._attempts.leave_behind(over)
         await asyncio.gather(*(self._store.delete_key(self._key(name)) for name in names))
         await self._store.set(self._key("gone"), b"1")  # last: who hosts the store stops it now
+
+
+def _spell_connections(interfaces: int, streams: int) -> str:
+    several = f"{interfaces} network interfaces" if interfaces > 1 else "1 network interface"
+    return f"{several} and {streams} connection{'s' if streams > 1 else ''} for each pair of ranks"
 
 
 def _spell(ranks: Sequence[int]) -> str:

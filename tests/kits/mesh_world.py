@@ -118,6 +118,7 @@ class World:
         self.config = TransportConfig(transport=transport, **config)
         self.ranks: list[Rank] = []
         self.size = size
+        self.ips = [f"127.0.0.{number + 1}" for number in range(self.config.interfaces)]
 
     def add(self, rank: int, **identity: Any) -> Rank:
         async def resolve(ranks: Sequence[int]) -> dict[int, PeerAddress]:
@@ -130,7 +131,7 @@ class World:
 
     async def listen(self) -> None:
         for rank in self.ranks:
-            self.addresses[rank.rank] = await rank.mesh.listen()
+            self.addresses[rank.rank] = await rank.mesh.listen(self.ips)
 
 
 @contextlib.asynccontextmanager

@@ -7,7 +7,8 @@ import errno
 import os
 import random
 import socket
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from asyncdist.concurrency import trace as events
@@ -17,13 +18,20 @@ from asyncdist.transport.config import LATE_S, TransportConfig
 from asyncdist.transport.connections.connection import set_stream_options
 from asyncdist.transport.connections.handshake import Handshake
 from asyncdist.transport.context import MeshContext
-from asyncdist.transport.protocol.hello import SHARED_MEMORY_TRANSPORT, STREAM_TRANSPORT, DialerHello, Verdict
+from asyncdist.transport.protocol.hello import (
+    PATH_TRANSPORT,
+    SHARED_MEMORY_TRANSPORT,
+    STREAM_TRANSPORT,
+    STRIPED_TRANSPORT,
+    DialerHello,
+    Verdict,
+)
 from asyncdist.transport.socket_dir import path_of
 
 if TYPE_CHECKING:
     from asyncdist.transport.connections.link import Link
 
-__all__ = ["Dialer", "Target", "choose_targets"]
+__all__ = ["Dialer", "PathDialer", "Target", "choose_targets"]
 
 MAX_SILENCE_S: Final = 300.0
 """Longest one connection is left to a silent peer before another is made, in case only the connection is dead."""
@@ -36,26 +44,43 @@ publishes its address and stops only when it ends, so on one host a refusal is n
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One socket address to try."""
+    """One socket address to try, for which path of a pair, and from which address (empty: as the kernel likes)."""
 
     family: socket.AddressFamily
     address: Any
     label: str
+    transport: int = STREAM_TRANSPORT
+    path: int = 0
+    source: str = ""
 
 
-def choose_targets(own_host_id: str, peer: PeerAddress, config: TransportConfig) -> tuple[list[Target], str]:
-    """Sockets to try in turn, and, if there are none, why."""
+def choose_targets(
+    own_host_id: str, peer: PeerAddress, config: TransportConfig, ips: Sequence[str] = (), first: int = 0
+) -> tuple[list[Target], str]:
+    """Sockets to try in turn, and, if there are none, why.
+
+    Of several interfaces the `first` is tried first. Each is connected to the peer's at the same place, from its
+    address in `ips`.
+    """
     same_host = peer.host_id == own_host_id
     targets = []
     unix = peer.unix if config.uses_unix and same_host else b""
     if unix and config.socket_dir:
         unix = path_of(config.socket_dir, unix) or b""
     if unix:
-        targets.append(Target(socket.AF_UNIX, unix, f"unix {unix_text(unix)}"))
+        transport = SHARED_MEMORY_TRANSPORT if config.shares_memory else STREAM_TRANSPORT
+        targets.append(Target(socket.AF_UNIX, unix, f"unix {unix_text(unix)}", transport))
     if config.uses_tcp and (same_host or not peer.loopback):
-        for endpoint in peer.endpoints:
+        transport = STRIPED_TRANSPORT if config.streams > 1 else STREAM_TRANSPORT
+        places = list(range(len(peer.endpoints)))
+        used = max(1, min(config.interfaces, len(places)))
+        places[:used] = [(first + number) % used for number in places[:used]]
+        for number, place in enumerate(places):
+            endpoint = peer.endpoints[place]
             family = socket.AF_INET6 if ":" in endpoint[0] else socket.AF_INET
-            targets.append(Target(family, endpoint, f"tcp {endpoint_text(endpoint)}"))
+            source = ips[place] if used > 1 and place < min(used, len(ips)) else ""
+            label = f"tcp {endpoint_text(endpoint)}"
+            targets.append(Target(family, endpoint, label, transport, number % config.streams, source))
     if targets:
         return targets, ""
     if not config.uses_tcp:
@@ -111,7 +136,13 @@ class Dialer:
     def start(self, *, paused: bool = False) -> None:
         """Begin, or be ready to `resume`."""
         loop, config = self._context.loop, self._context.config
-        self._targets, why = choose_targets(self._context.host_id, self._address, config)
+        self._targets, why = choose_targets(
+            self._context.host_id,
+            self._address,
+            config,
+            self._context.ips,
+            hash((self._context.identity.rank, self.peer_rank)),  # numbers: the same each time, and spread well
+        )
         self._expire_at(self._started_s + config.connect_timeout_s)
         self._paused = paused
         if not self._targets:
@@ -120,6 +151,12 @@ class Dialer:
             )
         elif not paused:
             self._begin_round()
+
+    def path_target(self, number: int) -> Target:
+        """Where to connect one more path of the pair: over the interface that comes next after those before it."""
+        targets = [target for target in self._targets if target.transport == STRIPED_TRANSPORT]
+        target = targets[number % min(len(targets), self._context.config.interfaces)]
+        return replace(target, transport=PATH_TRANSPORT, path=number)
 
     @property
     def unreached(self) -> bool:
@@ -264,10 +301,69 @@ class Dialer:
         self._link.dial_failed(error)
 
 
+class PathDialer:
+    """Connects one path of a pair that is connected already, as often as it is lost, until it is stopped."""
+
+    def __init__(
+        self,
+        context: MeshContext,
+        peer_rank: int,
+        target: Target,
+        on_open: Callable[[Handshake[DialerHello]], None],
+    ) -> None:
+        self.peer_rank = peer_rank
+        self._context = context
+        self._target = target
+        self._on_open = on_open
+        self._failures = 0
+        self._attempt: _Attempt | None = None
+        self._retry: asyncio.TimerHandle | None = None
+
+    def begin(self) -> None:
+        """Connect it soon."""
+        config = self._context.config
+        delay_s = min(config.backoff_limit_s, config.backoff_first_s * 2 ** min(self._failures, 16))
+        self._retry = self._context.loop.call_later(delay_s * random.uniform(0.5, 1.0), self._try)
+
+    def stop(self) -> None:
+        """End without a word. Idempotent."""
+        if self._retry is not None:
+            self._retry.cancel()
+        if self._attempt is not None:
+            self._attempt.close()
+
+    def _try(self) -> None:
+        self._attempt = _Attempt(self, self._context, self._target)
+        self._attempt.start()
+
+    def attempt_connected(self) -> float:
+        """Called by the attempt; returns how long to wait for the peer's words, whose loop may be busy."""
+        return min(MAX_SILENCE_S, self._context.config.hello_timeout_s * float(2 ** min(self._failures, 16)))
+
+    def attempt_failed(self, error: Exception) -> None:
+        """Called by the attempt."""
+        if events.tracing("net"):
+            events.emit("net", "dial_failed", rank=self.peer_rank, target=self._target.label, error=repr(error))
+        self._attempt = None
+        self._failures += 1
+        self.begin()
+
+    def attempt_answered(self, handshake: Handshake[DialerHello]) -> None:
+        """Called by the attempt when the peer's verdict came."""
+        if handshake.hello.verdict is Verdict.OK and not handshake.taken_back:
+            self._attempt = None
+            self._failures = 0
+            handshake.send(handshake.hello.confirm())
+            self._on_open(handshake)
+        else:
+            handshake.close()
+            self.attempt_failed(ConnectionError("the peer does not take this connection now"))
+
+
 class _Attempt:
     """One connect and hello at one target."""
 
-    def __init__(self, dialer: Dialer, context: MeshContext, target: Target) -> None:
+    def __init__(self, dialer: Dialer | PathDialer, context: MeshContext, target: Target) -> None:
         self._dialer = dialer
         self._context = context
         self._target = target
@@ -282,6 +378,8 @@ class _Attempt:
             self._sock = self._context.sockets.add(socket.socket(self._target.family, socket.SOCK_STREAM))
             self._sock.setblocking(False)
             set_stream_options(self._sock, self._context.config.keepalive_s)
+            if self._target.source:
+                self._sock.bind((self._target.source, 0))
             code = self._sock.connect_ex(self._target.address)
         except (OSError, ValueError, OverflowError) as error:
             failure = error if isinstance(error, OSError) else OSError(errno.EINVAL, str(error))
@@ -334,9 +432,8 @@ class _Attempt:
         if self._sock.family != socket.AF_UNIX and own == peer:
             self._fail(ConnectionRefusedError("the socket connected to itself, so nobody listens there"))
             return
-        shares = self._sock.family == socket.AF_UNIX and self._context.config.shares_memory
-        transport = SHARED_MEMORY_TRANSPORT if shares else STREAM_TRANSPORT
-        hello = DialerHello(self._context.identity, self._dialer.peer_rank, transport)
+        target = self._target
+        hello = DialerHello(self._context.identity, self._dialer.peer_rank, target.transport, target.path)
         self._handshake = handshake = Handshake(
             self._context, self._sock, hello, self._target.label, self._step, self._hello_failed
         )

@@ -21,11 +21,19 @@ from asyncdist.concurrency import trace as events
 from asyncdist.errors import ClosedError, PeerLostError
 from asyncdist.transport.addresses import PeerAddress
 from asyncdist.transport.connections.connection import Connection, StreamConnection, limit_unsent, send_unpaced
-from asyncdist.transport.connections.dialer import Dialer
+from asyncdist.transport.connections.dialer import Dialer, PathDialer
 from asyncdist.transport.connections.handshake import Handshake
 from asyncdist.transport.connections.shm import ShmConnection
+from asyncdist.transport.connections.striped import StripedConnection
 from asyncdist.transport.context import Absence, MeshContext
-from asyncdist.transport.protocol.hello import SHARED_MEMORY_TRANSPORT, DialerHello, ListenerHello, Verdict
+from asyncdist.transport.protocol.hello import (
+    PATH_TRANSPORT,
+    SHARED_MEMORY_TRANSPORT,
+    STRIPED_TRANSPORT,
+    DialerHello,
+    ListenerHello,
+    Verdict,
+)
 from asyncdist.transport.protocol.operations import left_world
 from asyncdist.transport.protocol.peer import PeerCore
 from asyncdist.transport.spin import lives_here, on_this_host
@@ -94,6 +102,8 @@ class Link:
         self._doubt: asyncio.TimerHandle | None = None
         self._incoming: Handshake[ListenerHello] | None = None
         self._park: asyncio.TimerHandle | None = None
+        self._path_dialers: list[PathDialer] = []
+        self._coming_paths: set[Handshake[ListenerHello]] = set()
         self._started_s = 0.0
 
     @property
@@ -155,6 +165,9 @@ class Link:
 
     def hello_came(self, handshake: Handshake[ListenerHello]) -> None:
         """The peer has connected and proven its rank: answer now, or hold the answer back."""
+        if handshake.hello.transport == PATH_TRANSPORT:
+            self._path_comes(handshake)
+            return
         unwanted = self._owner.closing and self.state is LinkState.IDLE
         if unwanted or self.ended or self.state is LinkState.OPEN:
             verdict = Verdict.CROSSED
@@ -286,23 +299,63 @@ class Link:
         else:
             self.break_off(error)
 
+    # -- further paths of a pair that is connected
+
+    def _path_comes(self, handshake: Handshake[ListenerHello]) -> None:
+        """The peer connects one path more, which it tries again if this is not the time."""
+        if not isinstance(self._connection, StripedConnection):
+            handshake.send(handshake.hello.answer(Verdict.CROSSED))
+            handshake.close()
+            return
+        self._coming_paths.add(handshake)
+        handshake.on_step = self._add_path
+        handshake.on_failed = lambda handshake, _error: self._coming_paths.discard(handshake)
+        handshake.set_deadline(CONFIRM_TIMEOUT_FACTOR * self._context.config.hello_timeout_s)
+        handshake.send(handshake.hello.answer(Verdict.OK))
+
+    def _add_path(self, handshake: Handshake[DialerHello] | Handshake[ListenerHello]) -> None:
+        """Both sides agree on it."""
+        if isinstance(handshake.hello, ListenerHello):
+            self._coming_paths.discard(handshake)
+        if isinstance(self._connection, StripedConnection):
+            self._connection.add(handshake.hello.path, handshake.detach())
+        else:
+            handshake.close()
+
+    def _path_lost(self, number: int) -> None:
+        if self._path_dialers:
+            self._path_dialers[number].begin()
+
     # -- the connection
 
     def _open(self, handshake: Handshake[DialerHello] | Handshake[ListenerHello]) -> None:
         sock = handshake.detach()
+        dialer = self._dialer
+        hello = handshake.hello
         self._stop_connecting()
         self.state = LinkState.OPEN
         self.label = handshake.label
         context = self._context
-        if handshake.hello.transport == SHARED_MEMORY_TRANSPORT:
+        if hello.transport == SHARED_MEMORY_TRANSPORT:
             shared = ShmConnection(context, sock, self.core, self.label, self._ended, self._memory_refused)
             self.label = shared.label
             self._connection = shared
+        elif hello.transport == STRIPED_TRANSPORT:
+            if isinstance(hello, DialerHello) and dialer is not None:
+                self._path_dialers = [
+                    PathDialer(context, self.rank, dialer.path_target(number), self._add_path)
+                    for number in range(context.config.streams)
+                ]
+            self._connection = StripedConnection(
+                context, sock, self.core, self.label, self._ended, hello.path, self._path_lost
+            )
         else:
             self._connection = self._stream(sock)
         events.info("rank %d: connected to rank %d over %s", context.identity.rank, self.rank, self.label)
         self._owner.link_open(self.rank)
         self._start_connection()
+        for path_dialer in self._path_dialers[: hello.path] + self._path_dialers[hello.path + 1 :]:
+            path_dialer.begin()
 
     def _stream(self, sock: socket.socket) -> StreamConnection:
         context = self._context
@@ -361,6 +414,12 @@ class Link:
             if isinstance(connection, StreamConnection):
                 self._context.neighbors.remove(connection.poll)
                 self._context.keepalive.remove(connection)
+        for path_dialer in self._path_dialers:
+            path_dialer.stop()
+        self._path_dialers.clear()
+        for handshake in self._coming_paths:
+            handshake.close()
+        self._coming_paths.clear()
         self.core.fail(error)
 
     def _stop_connecting(self) -> None:

@@ -4,13 +4,13 @@ The listener speaks first, so that its nonce is known when the dialer proves its
 taken about an authenticated peer, one and a half round trips after the connection stands:
 
     listener -> dialer   GREETING  magic 8 | version u16 | 0 u16 | nonce 32
-    dialer -> listener   HELLO     magic 8 | version u16 | transport u8 | 0 u8 | rank u32 | peer rank u32 | world id 16
-                                   | nonce 32 | proof 32
+    dialer -> listener   HELLO     magic 8 | version u16 | transport u8 | path u8 | rank u32 | peer rank u32
+                                   | world id 16 | nonce 32 | proof 32
     listener -> dialer   ACK       magic 8 | version u16 | verdict u8 | 0 u8 | proof 32
     dialer -> listener   CONFIRM   one byte; frames may follow at once
 
 All integers are little-endian. A proof is HMAC-SHA256 over the sender's role, the verdict (ACK), the protocol version,
-the world id, both ranks, the transport and both nonces, under a key derived from the world's secret and id: it cannot
+the world id, both ranks, transport, path and both nonces, under a key derived from the world's secret and id: it cannot
 be replayed, reflected, or moved to another world, pair, direction or verdict. The listener sends no frame before
 CONFIRM: a dialer that gave up before it read the ACK has opened nothing, so its hanging up is no lost peer.
 
@@ -30,9 +30,11 @@ from asyncdist_server.wire.auth import proof, verify_proof
 
 __all__ = [
     "HELLO_BYTES",
+    "PATH_TRANSPORT",
     "PROTOCOL_VERSION",
     "SHARED_MEMORY_TRANSPORT",
     "STREAM_TRANSPORT",
+    "STRIPED_TRANSPORT",
     "DialerHello",
     "Hello",
     "Identity",
@@ -49,7 +51,11 @@ STREAM_TRANSPORT: Final = 0
 """Frames travel on this very byte stream."""
 SHARED_MEMORY_TRANSPORT: Final = 1
 """Frames travel through shared memory; this stream passes descriptors, and takes the frames if one side refuses."""
-TRANSPORTS_KNOWN: Final = (STREAM_TRANSPORT, SHARED_MEMORY_TRANSPORT)
+STRIPED_TRANSPORT: Final = 2
+"""Frames travel on this byte stream and on others: it is the first path of a pair."""
+PATH_TRANSPORT: Final = 3
+"""This byte stream is one more path of a pair that is connected already."""
+TRANSPORTS_KNOWN: Final = (STREAM_TRANSPORT, SHARED_MEMORY_TRANSPORT, STRIPED_TRANSPORT, PATH_TRANSPORT)
 MAX_RANK: Final = 2**32 - 1
 
 _MAGIC: Final = b"\x8fADPEER\n"
@@ -108,8 +114,9 @@ class Hello:
     After a RemoteProtocolError, `refusal` is what is to be sent before the connection is closed.
     """
 
-    def __init__(self, identity: Identity, wanted: int, transport: int) -> None:
+    def __init__(self, identity: Identity, wanted: int, transport: int, path: int = 0) -> None:
         self.transport = transport
+        self.path = path
         self._identity = identity
         self._key = proof(identity.secret, "peer hello key", identity.world_id)
         self._nonce = os.urandom(NONCE_BYTES)
@@ -137,16 +144,16 @@ class Hello:
             )
         return first, second
 
-    def _transcript(self, dialer: int, listener: int, nonces: bytes, transport: int) -> tuple[bytes, ...]:
-        prefix = _PREFIX.pack(_MAGIC, PROTOCOL_VERSION, transport, 0)
+    def _transcript(self, dialer: int, listener: int, nonces: bytes) -> tuple[bytes, ...]:
+        prefix = _PREFIX.pack(_MAGIC, PROTOCOL_VERSION, self.transport, self.path)
         return prefix, self._identity.world_id, _RANKS.pack(dialer, listener), nonces
 
 
 class DialerHello(Hello):
     """The side that connected. `verdict` is None until the ACK came; with OK the connection is open."""
 
-    def __init__(self, identity: Identity, peer_rank: int, transport: int = STREAM_TRANSPORT) -> None:
-        super().__init__(identity, _PREFIX_BYTES, transport)
+    def __init__(self, identity: Identity, peer_rank: int, transport: int = STREAM_TRANSPORT, path: int = 0) -> None:
+        super().__init__(identity, _PREFIX_BYTES, transport, path)
         self.peer_rank = peer_rank
         self._nonces = b""
         self.verdict: Verdict | None = None
@@ -177,10 +184,10 @@ class DialerHello(Hello):
 
     def _hello(self) -> bytes:
         rank, peer_rank = self._identity.rank, self.peer_rank
-        transcript = self._transcript(rank, peer_rank, self._nonces, self.transport)
+        transcript = self._transcript(rank, peer_rank, self._nonces)
         return b"".join(
             (
-                _PREFIX.pack(_MAGIC, PROTOCOL_VERSION, self.transport, 0),
+                _PREFIX.pack(_MAGIC, PROTOCOL_VERSION, self.transport, self.path),
                 _RANKS.pack(rank, peer_rank),
                 self._identity.world_id,
                 self._nonce,
@@ -196,7 +203,7 @@ class DialerHello(Hello):
             raise RemoteProtocolError(f"rank {self.peer_rank} answered with unknown verdict {code}") from None
         if verdict >= Verdict.WRONG_WORLD:
             raise RemoteProtocolError(f"rank {self.peer_rank} refused the connection: {_REASONS[verdict]}")
-        transcript = self._transcript(self._identity.rank, self.peer_rank, self._nonces, self.transport)
+        transcript = self._transcript(self._identity.rank, self.peer_rank, self._nonces)
         if not verify_proof(self._key, data[_PREFIX_BYTES:], f"peer listener {verdict.name}", *transcript):
             raise RemoteProtocolError(f"rank {self.peer_rank} could not prove that it holds this world's token")
         self.verdict = verdict
@@ -220,7 +227,7 @@ class ListenerHello(Hello):
     def feed(self, data: bytes) -> bytes:
         """Take HELLO in two parts (so that another version's is recognised by its first bytes), then CONFIRM."""
         if not self._prefix:
-            self.transport, _reserved = self._prefix_fields(data)
+            self.transport, self.path = self._prefix_fields(data)
             self._prefix = data
             self.wanted = HELLO_BYTES - _PREFIX_BYTES
         elif not self.authenticated:
@@ -236,7 +243,7 @@ class ListenerHello(Hello):
     def answer(self, verdict: Verdict) -> bytes:
         """The ACK with `verdict`, to be called once, after `authenticated`."""
         self._answered = verdict
-        transcript = self._transcript(self.peer_rank, self._identity.rank, self._nonces, self.transport)
+        transcript = self._transcript(self.peer_rank, self._identity.rank, self._nonces)
         proven = proof(self._key, f"peer listener {verdict.name}", *transcript)
         return _PREFIX.pack(_MAGIC, PROTOCOL_VERSION, verdict, 0) + proven
 
@@ -254,7 +261,7 @@ class ListenerHello(Hello):
                 f"rank {rank} wants rank {intended}, but this is rank {identity.rank} of {identity.world_size}",
             )
         self._nonces = self._nonce + data[nonce_at:proof_at]
-        transcript = self._transcript(rank, intended, self._nonces, self.transport)
+        transcript = self._transcript(rank, intended, self._nonces)
         if not verify_proof(self._key, data[proof_at:], "peer dialer", *transcript):
             self._refuse(Verdict.WRONG_PROOF, f"a peer that calls itself rank {rank} does not hold this world's token")
         if self.transport not in TRANSPORTS_KNOWN:

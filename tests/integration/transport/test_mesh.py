@@ -270,6 +270,17 @@ def test_a_range_of_ports_is_checked(text: str) -> None:
         TransportConfig.from_environ({"ASYNCDIST_PORT_RANGE": text})
 
 
+@pytest.mark.parametrize(("text", "interfaces", "streams"), [("", 1, 1), ("", 3, 3), ("64", 2, 64), (" 1 ", 2, 1)])
+def test_a_pair_has_as_many_connections_as_are_asked_for(text: str, interfaces: int, streams: int) -> None:
+    assert TransportConfig.from_environ({"ASYNCDIST_STREAMS": text}, interfaces).streams == streams
+
+
+@pytest.mark.parametrize("text", ["0", "65", "-1", "two"])
+def test_another_number_of_connections_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"ASYNCDIST_STREAMS='.*': give a number of connections from 1 to 64"):
+        TransportConfig.from_environ({"ASYNCDIST_STREAMS": text})
+
+
 def test_a_range_of_ports_is_read() -> None:
     assert TransportConfig.from_environ({"ASYNCDIST_PORT_RANGE": " 20000 - 20099 "}).ports == range(20_000, 20_100)
     assert TransportConfig.from_environ({"ASYNCDIST_PORT_RANGE": "20000"}).ports == range(20_000, 20_001)

@@ -104,6 +104,33 @@ async def test_named_interface_wins() -> None:
 
 
 @pytest.mark.parametrize(
+    ("spec", "ips", "interfaces"),
+    [
+        ("eth0,eth1", ("10.0.0.5", "10.1.0.5", "fd00::5"), 2),
+        ("eth1,eth0", ("10.1.0.5", "10.0.0.5", "fd00::5"), 2),
+        ("eth", ("10.0.0.5", "10.1.0.5", "10.0.0.6", "fd00::5"), 2),
+        ("eth0", ("10.0.0.5", "fd00::5"), 1),
+        ("^lo", ("10.0.0.5", "10.0.0.6", "10.1.0.5", "fd00::5"), 1),
+        ("eth,^eth1", ("10.0.0.5", "10.0.0.6", "fd00::5"), 1),
+    ],
+)
+async def test_interfaces_that_are_named_are_all_used(
+    monkeypatch: pytest.MonkeyPatch, spec: str, ips: tuple[str, ...], interfaces: int
+) -> None:
+    there = [
+        Interface("eth0", "10.0.0.5"),
+        Interface("eth0:1", "10.0.0.6"),
+        Interface("eth1", "10.1.0.5"),
+        Interface("eth0", "fd00::5"),
+    ]
+    monkeypatch.setattr("asyncdist.transport.addresses.list_interfaces", lambda: there)
+    found = await local_address("192.0.2.1", 80, {"GLOO_SOCKET_IFNAME": spec})
+    assert (found.ips, found.interfaces) == (ips, interfaces)
+    other_side = {"GLOO_SOCKET_IFNAME": spec, "ASYNCDIST_ADVERTISE": "192.0.2.7"}
+    assert (await local_address("192.0.2.1", 80, other_side)).interfaces == 1
+
+
+@pytest.mark.parametrize(
     ("text", "advertised"),
     [
         ("192.0.2.7", (("192.0.2.7", 0),)),

@@ -268,6 +268,18 @@ async def test_the_last_rank_waits_for_four_answers_of_the_store() -> None:
 
 
 @virtually
+async def test_other_counts_of_interfaces_are_an_error_on_every_rank() -> None:
+    async with HashStore() as store:
+        ranks = [Rendezvous(store, rank, 2) for rank in range(2)]
+        ranks[0].connections, ranks[1].connections = (2, 4), (1, 1)
+        texts = await failures(*(join(rank) for rank in ranks))
+        for text in texts:
+            assert "has 2 network interfaces and 4 connections for each pair of ranks" in text
+            assert "has 1 network interface and 1 connection for each pair of ranks" in text
+            assert "but rank 0 (" in text or "but rank 1 (" in text
+
+
+@virtually
 async def test_different_world_sizes_are_an_error_on_every_rank() -> None:
     async with HashStore() as near:
         store = DistantStore(near)  # type: ignore[abstract] # its verbs are made there
