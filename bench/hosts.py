@@ -1,12 +1,13 @@
 """``python -m bench.hosts``: collectives between hosts whose network is the bottleneck, beside gloo.
 
 Hosts are network namespaces of this machine (as root, on Linux), each connected to a switch by a cable that carries
-`--rate` Mbit/s in each direction. So it is the network that limits, and a slow machine tells as much as a fast one:
-what counts is the share of the cable that is used (nccl-tests' busbw divided by the rate; headers take 5 %).
+`--rate` Mbit/s in each direction, or by several (`--interfaces`) to as many networks. So it is the network that limits,
+and a slow machine tells as much as a fast one: what counts is the share of the cable that is used (nccl-tests' busbw
+divided by the rate; headers take 5 %).
 
 asyncdist is measured as it is, and with what `asyncdist tune --links` finds out about the cable. With several ranks a
 host they share memory there, and a ring over all ranks, which does not know hosts, is measured beside them. `--bytes`
-counts what leaves the busiest host.
+counts what leaves the busiest host. With several interfaces, one of them is measured beside all.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ COUNTED: Final = 10
 class Network:
     """Hosts and what connects them, until it is closed."""
 
-    def __init__(self, hosts: int, megabits: int, ranks_per_host: int = 1) -> None:
+    def __init__(self, hosts: int, megabits: int, ranks_per_host: int = 1, interfaces: int = 1) -> None:
         self.ranks_per_host = ranks_per_host
+        self.devices = [f"{DEVICE}{number}" for number in range(interfaces)]
         self.transport = "tcp" if ranks_per_host == 1 else "auto"
         self.names = [f"bench{os.getpid()}-{number}" for number in range(hosts)]
         self._switch = f"bench{os.getpid()}-switch"
@@ -59,8 +61,9 @@ class Network:
     def __enter__(self) -> Network:
         try:
             _ip("netns", "add", self._switch)
-            _ip("-n", self._switch, "link", "add", "bridge", "type", "bridge")
-            _ip("-n", self._switch, "link", "set", "bridge", "up")
+            for network in range(len(self.devices)):
+                _ip("-n", self._switch, "link", "add", f"bridge{network}", "type", "bridge")
+                _ip("-n", self._switch, "link", "set", f"bridge{network}", "up")
             for number, name in enumerate(self.names):
                 self._add(number, name)
         except BaseException:
@@ -72,33 +75,34 @@ class Network:
         for name in (*self.names, self._switch):
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True, timeout=30)
 
-    def address(self, number: int) -> str:
+    def address(self, number: int, network: int = 0) -> str:
         """That of a host."""
-        return f"10.215.0.{number + 1}"
+        return f"10.215.{network}.{number + 1}"
 
     def inside(self, rank: int) -> tuple[str, ...]:
         """What the command of a rank begins with: it runs on the rank's host."""
         return ("ip", "netns", "exec", self.names[rank // self.ranks_per_host])
 
     def sent_bytes(self) -> list[int]:
-        """What each host has put on its cable, by the interface's own counter."""
-        counted = []
-        for name in self.names:
-            shown = _run("ip", "-n", name, "-json", "-statistics", "link", "show", DEVICE)
-            counted.append(int(json.loads(shown)[0]["stats64"]["tx"]["bytes"]))
-        return counted
+        """What each host has put on its cables, by the interfaces' own counters."""
+        return [sum(self._sent_bytes(name, device) for device in self.devices) for name in self.names]
+
+    def _sent_bytes(self, name: str, device: str) -> int:
+        shown = _run("ip", "-n", name, "-json", "-statistics", "link", "show", device)
+        return int(json.loads(shown)[0]["stats64"]["tx"]["bytes"])
 
     def _add(self, number: int, name: str) -> None:
-        port = f"port{number}"
         _ip("netns", "add", name)
         _ip("-n", name, "link", "set", "lo", "up")
-        _ip("link", "add", DEVICE, "netns", name, "type", "veth", "peer", "name", port, "netns", self._switch)
-        _ip("-n", self._switch, "link", "set", port, "master", "bridge", "up")
-        _ip("-n", name, "address", "add", f"{self.address(number)}/24", "dev", DEVICE)
-        _ip("-n", name, "link", "set", DEVICE, "up")
-        for where, device in ((name, DEVICE), (self._switch, port)):
-            limit = ["rate", f"{self._megabits}mbit", "burst", BURST, "latency", f"{QUEUE_MS}ms"]
-            _run("tc", "-n", where, "qdisc", "add", "dev", device, "root", "tbf", *limit)
+        for network, device in enumerate(self.devices):
+            port = f"port{number}.{network}"
+            _ip("link", "add", device, "netns", name, "type", "veth", "peer", "name", port, "netns", self._switch)
+            _ip("-n", self._switch, "link", "set", port, "master", f"bridge{network}", "up")
+            _ip("-n", name, "address", "add", f"{self.address(number, network)}/24", "dev", device)
+            _ip("-n", name, "link", "set", device, "up")
+            for where, end in ((name, device), (self._switch, port)):
+                limit = ["rate", f"{self._megabits}mbit", "burst", BURST, "latency", f"{QUEUE_MS}ms"]
+                _run("tc", "-n", where, "qdisc", "add", "dev", end, "root", "tbf", *limit)
 
 
 def _ip(*arguments: str) -> None:
@@ -150,8 +154,10 @@ def candidates(network: Network, tuning: Path, environment: Mapping[str, str]) -
     found = [
         (ours, "asyncdist", own),
         (ours, "asyncdist tuned", {**own, "ASYNCDIST_TUNING": str(tuning)}),
-        (GLOO, "gloo", {"GLOO_SOCKET_IFNAME": DEVICE}),
+        (GLOO, "gloo", {"GLOO_SOCKET_IFNAME": network.devices[0]}),
     ]
+    if len(network.devices) > 1:
+        found.insert(2, (ours, "one interface", {**own, "ASYNCDIST_SOCKET_IFNAME": network.devices[0]}))
     if network.ranks_per_host > 1:
         found.insert(2, (ours, "ring over all ranks", {**own, "ASYNCDIST_ALGO": "all_reduce:ring"}))
     return tuple(
@@ -195,9 +201,10 @@ def count_bytes(network: Network, candidate: Candidate, case: Case) -> float:
         session.close()
 
 
-def table(cells: list[Cell], megabits: int, ranks_per_host: int) -> Table:
-    """Times, and the share of the cable that they use."""
-    found = Table(title=f"{megabits} Mbit/s between hosts, p50, and the share of a cable that is used")
+def table(cells: list[Cell], megabits: int, ranks_per_host: int, interfaces: int = 1) -> Table:
+    """Times, and the share of the cables that they use."""
+    cables = f"{interfaces} cables" if interfaces > 1 else "a cable"
+    found = Table(title=f"{megabits} Mbit/s between hosts, p50, and the share of {cables} that is used")
     found.add_column("case")
     found.add_column("hosts", justify="right")
     names = list(cells[0].measurements) if cells else []
@@ -212,7 +219,7 @@ def table(cells: list[Cell], megabits: int, ranks_per_host: int) -> Table:
             if measurement.failure is not None:
                 row.append("missing")
                 continue
-            share = moved_bytes / measurement.p50_s() / (megabits * 125e3)
+            share = moved_bytes / measurement.p50_s() / (interfaces * megabits * 125e3)
             wrong = f", {measurement.wrong} wrong" if measurement.wrong else ""
             row.append(f"{show_seconds(measurement.p50_s())}, {share:.0%}{wrong}")
         found.add_row(f"{cell.case.operation} {show_bytes(cell.case.nbytes)}", str(hosts), *row)
@@ -240,6 +247,7 @@ def bytes_table(network: Network, tuning: Path, environment: Mapping[str, str], 
 @click.option("--ranks-per-host", type=click.IntRange(min=1, max=64), default=1, show_default=True)
 @click.option("--bytes", "counts", is_flag=True, help="Count what leaves the busiest host, instead of times.")
 @click.option("--rate", "megabits", type=click.IntRange(min=1, max=100_000), default=200, show_default=True)
+@click.option("--interfaces", type=click.IntRange(min=1, max=16), default=1, show_default=True, help="Of each host.")
 @click.option(
     "--operations", type=ListOf(click.Choice(sorted(set(OPERATIONS) - {"barrier"}))), default="all_reduce,all_to_all"
 )
@@ -250,16 +258,20 @@ def main(
     ranks_per_host: int,
     counts: bool,
     megabits: int,
+    interfaces: int,
     operations: tuple[str, ...],
     sizes: tuple[int, ...],
     profile: str,
 ) -> None:
-    """Measure collectives between HOSTS network namespaces whose cables carry RATE Mbit/s."""
+    """Measure collectives between HOSTS network namespaces whose cables carry RATE Mbit/s each."""
     if sys.platform != "linux" or os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
         raise SystemExit("needs Linux, root, and iproute2's ip and tc, to make network namespaces")
     chosen = PROFILES[profile]
     environment = {"ASYNCDIST_TOKEN": secrets.token_hex()}
-    with Network(hosts, megabits, ranks_per_host) as network, tempfile.TemporaryDirectory(prefix="bench-") as folder:
+    network = Network(hosts, megabits, ranks_per_host, interfaces)
+    if interfaces > 1:
+        environment["ASYNCDIST_SOCKET_IFNAME"] = ",".join(network.devices)
+    with network, tempfile.TemporaryDirectory(prefix="bench-") as folder:
         tuning = Path(folder) / "tuning.json"
         tune(network, tuning, environment)
         if counts:
@@ -276,7 +288,7 @@ def main(
         )
         with Bar(Console(stderr=True)) as bar:
             cells = run_subject(subject, dataclasses.replace(chosen, neighbors=True), progress=bar.line)
-    Console(width=120).print(table(cells, megabits, ranks_per_host))
+    Console(width=120).print(table(cells, megabits, ranks_per_host, interfaces))
     if any(measurement.wrong for cell in cells for measurement in cell.measurements.values()):
         raise SystemExit("wrong results")
 

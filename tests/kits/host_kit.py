@@ -264,6 +264,23 @@ class Namespaces(Hosts):
     def mend(self, name: str, network: int = 0) -> None:
         self._ip(self._switch, "link", "set", f"{name}.{network}", "up")
 
+    def limit(self, name: str, network: int, megabits: int) -> None:
+        """Have a host's cable carry no more, in each direction."""
+        self.address(name)
+        for where, device in ((f"{self.prefix}-{name}", f"eth{network}"), (self._switch, f"{name}.{network}")):
+            rate = ["rate", f"{megabits}mbit", "burst", "64kb", "latency", "50ms"]
+            _run("tc", "-n", where, "qdisc", "add", "dev", device, "root", "tbf", *rate)
+
+    def take_down(self, name: str, network: int) -> None:
+        """Switch an interface of a host off."""
+        self._ip(f"{self.prefix}-{name}", "link", "set", f"eth{network}", "down")
+
+    def drop(self, name: str, network: int) -> None:
+        """Have a host drop, without a word, what comes and goes over an interface."""
+        for chain, side in (("INPUT", "-i"), ("OUTPUT", "-o")):
+            rule = ["iptables", "-A", chain, side, f"eth{network}", "-j", "DROP"]
+            _run("ip", "netns", "exec", f"{self.prefix}-{name}", *rule)
+
     def shared_folder(self, mode: int) -> str:
         self._shared = Path(tempfile.mkdtemp(prefix=f"{PREFIX}-"))  # pytest's folders are too long for sockets
         self._shared.chmod(mode)

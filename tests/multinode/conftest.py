@@ -98,3 +98,11 @@ def namespaces(tmp_path: Path) -> Iterator[Hosts]:
     """Hosts of the kind that takes less time, for scenarios that take long."""
     with made("namespaces", tmp_path, 1) as found:
         yield found
+
+
+@pytest.fixture
+def namespaces_on_three_networks(tmp_path: Path) -> Iterator[Namespaces]:
+    """Hosts with an interface for the launchers, and two for the ranks."""
+    with made("namespaces", tmp_path, 3) as found:
+        assert isinstance(found, Namespaces)
+        yield found

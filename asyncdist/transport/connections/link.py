@@ -303,7 +303,9 @@ class Link:
 
     def _path_comes(self, handshake: Handshake[ListenerHello]) -> None:
         """The peer connects one path more, which it tries again if this is not the time."""
-        if not isinstance(self._connection, StripedConnection):
+        streams = self._context.config.streams
+        wanted = handshake.hello.path < streams and len(self._coming_paths) < streams
+        if not (wanted and isinstance(self._connection, StripedConnection)):
             handshake.send(handshake.hello.answer(Verdict.CROSSED))
             handshake.close()
             return
@@ -346,6 +348,7 @@ class Link:
                     PathDialer(context, self.rank, dialer.path_target(number), self._add_path)
                     for number in range(context.config.streams)
                 ]
+            self.label = f"{self.label} ({context.config.streams} connections)"
             self._connection = StripedConnection(
                 context, sock, self.core, self.label, self._ended, hello.path, self._path_lost
             )
