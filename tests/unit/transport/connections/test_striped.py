@@ -366,3 +366,21 @@ async def test_what_is_handled_is_acknowledged_in_portions(
 def test_a_window_has_room_for_some_of_the_largest_chunks() -> None:
     assert striped.MAX_CHUNK_BYTES <= WINDOW_BYTES
     assert ACKNOWLEDGE_BYTES * 4 <= WINDOW_BYTES
+
+
+async def test_an_acknowledgement_that_may_be_lost_with_its_path_is_given_again(
+    stranger: Stranger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connection, loop = stranger.end.connection, asyncio.get_running_loop()
+    memory = memoryview(bytearray(1 << 20))
+    monkeypatch.setattr(connection, "_get_buffer", lambda: memory)
+    monkeypatch.setattr(connection, "_updated", lambda _: 0)
+    await loop.sock_sendall(stranger.sock, chunk(0, ACKNOWLEDGE_BYTES) + bytes(ACKNOWLEDGE_BYTES))
+    told = chunk(0, 0, acknowledged=ACKNOWLEDGE_BYTES)
+    async with asyncio.timeout(10):
+        assert await loop.sock_recv(stranger.sock, 100) == told
+        other, sock = tcp_pair()
+        stranger.end.add(1, sock)
+        stranger.end.silent(0)
+        assert await loop.sock_recv(other, 100) == told
+    other.close()
