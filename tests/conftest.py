@@ -7,6 +7,7 @@ import atexit
 import gc
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping
 
@@ -34,6 +35,10 @@ os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="asyncdist-tests-")
 atexit.register(shutil.rmtree, os.environ["XDG_RUNTIME_DIR"], ignore_errors=True)
 
 message_states.watch_states()
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    """A shell's background job ignores it, and so would all that the tests start and interrupt."""
 
 HANGS = 5 / 6
 """Of the time after which faulthandler ends the process: then an asynchronous test is cancelled, and fails alone."""
@@ -78,7 +83,6 @@ def pytest_collection_finish() -> None:
     Most of what tests make goes without any collection: to look for cycles in it every 700 objects takes time, too.
     """
     gc.enable()
-    gc.collect()
     gc.freeze()
     gc.set_threshold(GARBAGE)
 
