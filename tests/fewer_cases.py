@@ -4,9 +4,9 @@ Of three parameters or more, those with every pair of values of any two: what go
 together, and a third hardly ever has to be just right, too. So of loops, transports and sizes every loop is run with
 every transport, every transport with every size and every size with every loop, in fewer cases than the product has.
 
-A unit test with one parameter runs each value on one of the event loops, by turns: units do no input and output, which
-is what loops differ in. Of a range of seeds, the first third: seeds are as good as one another. Of random examples of a
-property, `examples`.
+A unit test with one parameter runs each value on one of the event loops, by turns, and so do the tests of a file that
+have none: units do no input and output, which is what loops differ in, and fake GPUs neither. Of a range of seeds, the
+first third: seeds are as good as one another. Of random examples of a property, `examples`.
 
 Cases marked `bench` or `thorough` are left to `make test-rest`, which runs nothing else; `.ci/run` runs both.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Final
 
@@ -32,6 +32,15 @@ PUT_OFF: Final = ("bench", "thorough")
 
 LOOP: Final = "_asyncio_loop_factory"
 """The parameter with which pytest-asyncio runs a test on each event loop."""
+
+LOOPS: Final = (LOOP, "loop", "loop_factory")
+"""The parameters that say on which event loop a test runs."""
+
+NO_INPUT: Final = {"unit", "gpu_fake"}
+"""Folders of tests that do no input and output."""
+
+INPUT: Final = {"transport", "store"}
+"""Folders among these whose tests do."""
 
 SEEDS: Final = 1 / 3
 """Of those that a test has, rounded up."""
@@ -63,10 +72,14 @@ def left_out(items: Iterable[Any], rest: bool = False) -> list[Any]:
             gone.append(item)
         elif hasattr(item, "callspec"):
             tests[item.parent, item.originalname].append(item)
-    return gone + [item for cases in tests.values() for item in _left_out(cases)]
+    turns: Counter[Hashable] = Counter()
+    for (parent, _), cases in tests.items():
+        gone += _left_out(cases, turns[parent])
+        turns[parent] += 1
+    return gone
 
 
-def _left_out(cases: Sequence[Any]) -> list[Any]:
+def _left_out(cases: Sequence[Any], turn: int) -> list[Any]:
     kept = list(cases)
     for mark in cases[0].iter_markers("parametrize"):
         name, values = mark.args
@@ -77,23 +90,24 @@ def _left_out(cases: Sequence[Any]) -> list[Any]:
     if len(rows[0]) > 2:
         chosen = covering(rows)
         kept = [case for number, case in enumerate(kept) if number in chosen]
-    elif len(rows[0]) == 2 and LOOP in kept[0].callspec.params and "unit" in kept[0].path.parts:
-        kept = _by_turns(kept)
+    elif NO_INPUT & (folders := {*kept[0].path.parts}) and (len(rows[0]) == 2 or not INPUT & folders):
+        for name in (name for name in LOOPS if name in kept[0].callspec.params):
+            kept = _by_turns(kept, name, turn)
     gone = {id(case) for case in cases} - {id(case) for case in kept}
     return [case for case in cases if id(case) in gone]
 
 
-def _by_turns(cases: Sequence[Any]) -> list[Any]:
+def _by_turns(cases: Sequence[Any], loop: str, turn: int) -> list[Any]:
     """Keep every value on one loop: on the one and the other by turns."""
-    loops = list(dict.fromkeys(id(case.callspec.params[LOOP]) for case in cases))
+    loops = list(dict.fromkeys(id(case.callspec.params[loop]) for case in cases))
     others: dict[Hashable, list[Any]] = defaultdict(list)
     for case in cases:
-        values = {name: id(value) for name, value in case.callspec.params.items() if name != LOOP}
+        values = {name: id(value) for name, value in case.callspec.params.items() if name != loop}
         others[tuple(sorted(values.items()))].append(case)
     kept = []
-    for number, same in enumerate(others.values()):
-        loop = loops[number % len(loops)]
-        kept += [case for case in same if id(case.callspec.params[LOOP]) == loop] or same
+    for number, same in enumerate(others.values(), turn):
+        wanted = loops[number % len(loops)]
+        kept += [case for case in same if id(case.callspec.params[loop]) == wanted] or same
     return kept
 
 

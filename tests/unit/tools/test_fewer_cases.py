@@ -97,3 +97,14 @@ def test_units_with_one_parameter_run_on_the_loops_by_turns() -> None:
     gone = left_out(units)
     kept = [tuple(one.callspec.params.values()) for one in units if not any(one is item for item in gone)]
     assert sorted(kept, key=lambda row: row[1]) == [("one", 0), ("two", 1), ("one", 2), ("two", 3), ("one", 4)]
+
+
+@pytest.mark.parametrize(("folder", "kept"), [("unit/group", 1), ("integration/gpu_fake", 1), ("unit/transport", 2)])
+def test_tests_of_units_without_a_parameter_run_on_the_loops_by_turns(folder: str, kept: int) -> None:
+    """But for those that do input and output."""
+    path = f"tests/{folder}/test_x.py"
+    items = [case(test, path=path, **{LOOP: loop}) for test in "abc" for loop in ("one", "two")]
+    gone = {id(one) for one in left_out(items)}
+    loops = [[one.callspec.params[LOOP] for one in items if one.originalname == test] for test in "abc"]
+    run = [[x.callspec.params[LOOP] for x in items if x.originalname == test and id(x) not in gone] for test in "abc"]
+    assert run == ([["one"], ["two"], ["one"]] if kept == 1 else loops)
