@@ -39,8 +39,14 @@ dist.run(main())
 )
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("path", ["ipc", "staged"])
+@pytest.mark.parametrize(
+    ("size", "path"),
+    [
+        (2, "staged"),
+        (4, "ipc"),
+        *(pytest.param(*one, marks=pytest.mark.thorough) for one in ((2, "ipc"), (4, "staged"))),
+    ],
+)
 def test_ranks_on_one_gpu(size: int, path: str, tmp_path: Path) -> None:
     environ = {"GPU_FOLDER": str(tmp_path)} | ({"ASYNCDIST_CUDA_PATH": "staged"} if path == "staged" else {})
     for rank in run_ranks(JOB, size, environ):

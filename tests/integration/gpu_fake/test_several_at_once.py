@@ -245,7 +245,7 @@ def test_a_group_waits_for_what_is_under_way_when_it_is_closed(path: str, take: 
 @every_path
 def test_groups_leave_nothing_behind(path: str, take: Any) -> None:
     """One group after the other: no memory of the device, no thread and no descriptor more than after a few."""
-    rounds = 26
+    rounds, between = 16, 3
     counted: list[tuple[int, int, int, int]] = []
 
     async def main(at: GpuRank) -> None:
@@ -258,12 +258,12 @@ def test_groups_leave_nothing_behind(path: str, take: Any) -> None:
                 await dist.recv(y, 1 - at.rank, group)
                 await sent
             await dist.barrier()
-            if number % 5 == 4:
+            if number % between == 2:
                 group.abort("enough")
             await asyncio.gather(dist.destroy_process_group(group), return_exceptions=True)
             del x, group
             await dist.barrier()
-            if number % 5 == 0 and at.rank == 0:
+            if number % between == 0 and at.rank == 0:
                 await eventually(lambda: threads_of_ours() <= 4)
                 gc.collect()
                 counted.append(count(at))

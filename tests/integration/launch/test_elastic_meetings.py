@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from asyncdist_server import serve_in_thread
 
 PATIENT = "--rdzv-conf=last_call_timeout=0.3,keep_alive_interval=100"
 """Nobody is lost by silence: only broken connections tell."""
+
+thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
 
 NOTICED_S = 10.0
 """A connection tells within a second; the rest is for a busy machine."""
@@ -163,11 +166,11 @@ def test_a_newcomer_that_is_killed_before_it_works_is_noticed(job: Job, place: s
     ("place", "nth", "later_s"),
     [
         ("asyncdist.store.member:Membership:rejoin", 2, 0.0),  # is waited for
-        ("asyncdist.store.member:Membership:rejoin", 2, 0.1),  # waits for the last call
         ("asyncdist.launch.rendezvous.round:Plan:to_json", 2, 0.0),  # all wait for the plan
         ("asyncdist.launch.rendezvous.links:Links:meet", 2, 0.0),  # the newcomer connects to the launchers' own store
-        ("asyncdist.launch.rendezvous.links:Links:meet", 2, -0.5),  # it waits there until all are seen
-        ("asyncdist.launch.elastic:ElasticAgent:_run_workers", 2, 0.0),
+        thorough("asyncdist.store.member:Membership:rejoin", 2, 0.1),  # waits for the last call
+        thorough("asyncdist.launch.rendezvous.links:Links:meet", 2, -0.5),  # it waits there until all are seen
+        thorough("asyncdist.launch.elastic:ElasticAgent:_run_workers", 2, 0.0),
     ],
 )
 def test_node_0_killed_when_another_comes_is_noticed(job: Job, place: str, nth: int, later_s: float) -> None:

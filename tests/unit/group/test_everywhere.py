@@ -228,8 +228,11 @@ def several_at_once(group: Group) -> list[Group]:
     return [one for one in made if isinstance(one, Group)]
 
 
-@pytest.mark.parametrize("place", [in_the_world, out_of_order, of_a_group, several_at_once])
-@pytest.mark.parametrize("seed", [None, 7])
+@pytest.mark.parametrize(
+    ("place", "seed"),
+    [(in_the_world, 7), (out_of_order, None), (of_a_group, 8), (several_at_once, 9)],
+    ids=lambda one: getattr(one, "__name__", None),
+)
 def test_in_groups(place: Callable[[Group], list[Group]], seed: int | None) -> None:
     async def main(group: Group) -> None:
         async def run(one: Group) -> None:

@@ -58,6 +58,11 @@ def of_rank(rank: int, length: int, salt: int = 0) -> np.ndarray:
     return pattern(length) + (1000.0 * rank + salt)
 
 
+def of_all(size: int, length: int, salt: int) -> np.ndarray:
+    """The sum of all ranks' vectors."""
+    return pattern(length) * size + (1000.0 * sum(range(size)) + size * salt)
+
+
 async def gathered(group: Group, length: int) -> None:
     own = vector(group, length)
     expected = [of_rank(rank, length) for rank in range(group.size)]
@@ -183,13 +188,12 @@ async def test_vectors_are_reduced_in_parts_of_which_each_rank_has_one(world: in
         for number in range(3):
             strided[:] = vector(group, length, number)
             await group.all_reduce(strided)
-            assert (strided == sum(of_rank(rank, length, number) for rank in range(group.size))).all()
+            assert (strided == of_all(group.size, length, number)).all()
         if group.rank == 1:
             await asyncio.sleep(0.05)
         works = [group.all_reduce(vector(group, length, number)) for number in range(2 * RECORDS)]
         for number, work in enumerate(works):
-            wanted = sum(of_rank(rank, length, number) for rank in range(group.size))
-            assert (await work == wanted).all()
+            assert (await work == of_all(group.size, length, number)).all()
         kinds = [recipe.inline for recipe in group._core._backend._recipes.values() if recipe.inline is not None]  # type: ignore[attr-defined]
         assert any(kind.fold for kind in kinds)
 

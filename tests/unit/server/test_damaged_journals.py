@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fewer_cases import examples
 from sqlite_journal_kit import NOTE, batch, damages_found, opened, values, written
 
 from asyncdist_server.journal.journal import JournalError
@@ -103,7 +104,7 @@ def test_whatever_is_damaged_is_told_in_a_sentence_or_harmless(tmp_path: Path, d
     dice = random.Random(f"{damage} {closed}")
     written(tmp_path / "data", 12, closed)
     names = ["journal.sqlite"] * 3 + sorted(path.name for path in (tmp_path / "data").iterdir() if path.is_file())
-    for number in range(40):
+    for number in range(examples(20)):
         copy = tmp_path / str(number)
         shutil.copytree(tmp_path / "data", copy)
         path = copy / dice.choice(names)

