@@ -31,7 +31,7 @@ seeds = st.one_of(st.none(), st.integers(0, 2**32))
 @pytest.mark.parametrize(
     ("collective", "algorithm"), [(name, one) for name, all_ in ALGORITHMS.items() for one in all_]
 )
-@settings(max_examples=examples(6))
+@settings(max_examples=examples(4))
 @given(cases(), st.data(), seeds)
 def test_every_algorithm(collective: str, algorithm: str, case: Case, data: st.DataObject, seed: int | None) -> None:
     divisors = [count for count in range(1, case.size + 1) if case.size % count == 0]

@@ -30,7 +30,7 @@ WORKER = """
 """
 
 TALKING = """
-    import os, pathlib, sys
+    import asyncio, os, pathlib, sys
     import numpy as np
     import asyncdist as dist
 
@@ -42,6 +42,7 @@ TALKING = """
             while not done[0]:
                 done[0] = (folder / "done").exists()
                 await group.all_reduce(done)
+                await asyncio.sleep(0.01)
                 steps += 1
                 part = folder / f"{group.rank}.part"
                 part.write_text(str(steps))
@@ -154,6 +155,7 @@ def test_a_store_that_comes_back_late_starts_nothing_anew(job: Job, tmp_path: Pa
     assert not any("taken for lost" in stderr for _, stderr in results)
 
 
+@pytest.mark.slow("starts two launchers and their workers")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_worker_that_fails_without_a_store_ends_the_job_everywhere(job: Job, kind: str) -> None:
     with daemon(job.port) as store:

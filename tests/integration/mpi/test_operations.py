@@ -124,7 +124,7 @@ dist.run(main())
 """
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.thorough)])
 def test_every_operation(size: int) -> None:
     job = mpirun(COLLECTIVES + OTHERS, size)
     assert (job.is_clean, job.stdout) == (True, "done\n" * size), job.said

@@ -45,11 +45,11 @@ async def test_messages_of_many_sizes_both_ways(transport: str) -> None:
 
 
 @TRANSPORTS
-async def test_ten_thousand_small_messages_arrive_in_order(transport: str) -> None:
+async def test_thousands_of_small_messages_arrive_in_order(transport: str) -> None:
     async with world(2, transport) as made:
         one, two = made.ranks
-        incoming = [two.receive(0) for _ in range(10_000)]
-        for number in range(10_000):
+        incoming = [two.receive(0) for _ in range(3000)]
+        for number in range(3000):
             one.send(1, number.to_bytes(4, "little"))
         for number, future in enumerate(incoming):
             assert await received(future) == number.to_bytes(4, "little")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from distant_store import DistantStore
+from fewer_cases import examples
 
 from asyncdist.concurrency.deadline import Deadline
 from asyncdist.errors import ConnectTimeoutError, DistError
@@ -20,7 +21,7 @@ from asyncdist.transport.context import Absence
 from asyncdist.world.attempts import ALIVE_S, ENDS_KEPT
 from asyncdist.world.rendezvous import Met, Rendezvous
 
-STARTS = 50
+STARTS = examples(17)
 JOIN_S = 5.0
 """How long a rank waits for the others."""
 CHANCE = random.Random(20)
@@ -258,6 +259,6 @@ def test_processes_that_die_and_come_again_at_any_time_end_in_one_world() -> Non
                 worlds = await asyncio.gather(*(supervised(daemon, rank, size, chance) for rank in range(size)))
             assert len({met.world_id for met in worlds}) == 1
 
-    for seed in range(200):
+    for seed in range(examples(60)):
         with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
             runner.run(main(seed))
