@@ -19,7 +19,7 @@ async def main():
             await asyncio.Event().wait()
 dist.run(main())
 """
-ROUNDS = 3
+ROUNDS = 2
 """Of each way to fail; as many as are wanted come up, as tests/unit/world/test_attempts.py shows in virtual time."""
 
 

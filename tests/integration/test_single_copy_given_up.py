@@ -61,6 +61,7 @@ except dist.DistError:
 """
 
 
+@pytest.mark.slow("moves long vectors until a rank is killed")
 @pytest.mark.parametrize("kind", ["all_reduce", "broadcast", "all_to_all", "pieces", "ring"])
 @punctual
 def test_a_rank_killed_while_others_read_from_it(kind: str) -> None:

@@ -15,6 +15,7 @@ import pytest
 from jobs import free_port
 from launching import DEADLINE_S, daemon, is_alive, run, running, until, write_script
 
+from asyncdist import blocking
 from asyncdist_server import serve_in_thread
 
 LOST_AFTER_S = 5
@@ -285,7 +286,10 @@ def test_a_daemon_that_is_killed_and_started_again_ends_no_job(tmp_path: Path, d
         nodes = Nodes(stack, write_script(tmp_path, WAIT), tmp_path, ASYNCDIST_STORE=f"127.0.0.1:{port}")
         nodes.times = PATIENT
         with daemon(port, *options) as process:
-            pair = [nodes.start(nnodes="2:3") for _ in range(2)]
+            first = nodes.start(nnodes="2:3")
+            with blocking.TCPStore("127.0.0.1", port, namespace="asyncdist-launch") as store:
+                assert store.get("launch/job/elastic") == b"job"  # of two at once one calls it so, or both job-1
+            pair = [first, nodes.start(nnodes="2:3")]
             number, _ = world_of(tmp_path, *pair)
             process.kill()
         with daemon(port, *options):

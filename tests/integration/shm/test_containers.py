@@ -78,6 +78,7 @@ def test_containers_that_share_a_directory_share_memory(short_path: Path, pid_na
     assert list(sockets.iterdir()) == []
 
 
+@pytest.mark.slow("waits three seconds for a rank that nobody reaches")
 def test_containers_that_share_nothing_are_told_so(short_path: Path) -> None:
     ended = [(rank.communicate(timeout=60)[1], rank.returncode) for rank in run(short_path, timeout_s=3, environ={})]
     assert all(code for _, code in ended)

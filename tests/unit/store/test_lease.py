@@ -132,7 +132,7 @@ def test_a_renewal_that_fails_at_once_is_not_tried_again_and_again() -> None:
     in_virtual_time(check())
 
 
-async def test_a_lease_by_time_ends_here_while_its_renewal_waits_for_an_answer() -> None:
+def test_a_lease_by_time_ends_here_while_its_renewal_waits_for_an_answer() -> None:
     asked: list[int] = []
 
     def ask(operation: int, arguments: tuple[Any, ...], timeout_s: float | None) -> asyncio.Future[Any]:
@@ -142,12 +142,15 @@ async def test_a_lease_by_time_ends_here_while_its_renewal_waits_for_an_answer()
             reply.set_result(None)
         return reply
 
-    keeper = LeaseKeeper(asyncio.get_running_loop, ask)
-    lease = await keeper.granted(0.05, False, None)
-    async with asyncio.timeout(60):
-        assert await lease.wait_lost() == "the store could not be reached for 0.05 s"
-    assert asked == [messages.GRANT, messages.KEEP_ALIVE]
-    keeper.close()
+    async def check() -> None:
+        keeper = LeaseKeeper(asyncio.get_running_loop, ask)
+        lease = await keeper.granted(0.05, False, None)
+        async with asyncio.timeout(60):
+            assert await lease.wait_lost() == "the store could not be reached for 0.05 s"
+        assert asked == [messages.GRANT, messages.KEEP_ALIVE]
+        keeper.close()
+
+    in_virtual_time(check())
 
 
 @pytest.mark.parametrize("bound", [False, True])
