@@ -66,7 +66,7 @@ def covering(rows: Sequence[Sequence[Hashable]]) -> set[int]:
 def left_out(items: Iterable[Any], rest: bool = False) -> list[Any]:
     """Return those of pytest's `items` that need not be run beside the others: of the rest, or of all but the rest."""
     gone = []
-    tests: dict[Hashable, list[Any]] = defaultdict(list)
+    tests: dict[tuple[Hashable, Hashable], list[Any]] = defaultdict(list)
     for item in items:
         if any(item.get_closest_marker(name) for name in PUT_OFF) != rest:
             gone.append(item)

@@ -130,7 +130,7 @@ READ = (
 
 
 @pytest.mark.slow("every form of every collective on long vectors, twice")
-@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.thorough) for size in (2, 4))])
 def test_results_are_those_of_copies_bit_for_bit(size: int) -> None:
     read, copied = ([json.loads(rank.stdout) for rank in run_ranks(PRELUDE + FORMS, size, env)] for env in ({}, OFF))
     for name in copied[0][0]:
