@@ -216,7 +216,7 @@ GRID = {
     "hosts of four": (replace(ASYNCIO, cores=4), 4),
     "a fast network": (MPI_LIKE, 1),
 }
-SIZES = (4 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB)
+SIZES = (4 * KIB, 256 * KIB, 4 * MIB)
 WORLDS = (2, 3, 4, 6, 8, 16)
 
 
