@@ -278,7 +278,7 @@ async def a_round_settles_before_it_is_full(open_store: OpenStore) -> None:
 
 async def a_silent_member_is_lost(open_store: OpenStore) -> None:
     async with clients(open_store, 2) as (a, b):
-        joins = [task(a.join("j", 1, 2, name="x")), task(b.join("j", 1, 2, name="y", grace=SHORT_S, bound=False))]
+        joins = [task(a.join("j", 1, 2, name="x")), task(b.join("j", 1, 2, name="y", grace=6 * SHORT_S, bound=False))]
         first, second = await asyncio.gather(*joins)
         await b.close()  # which ends what is bound to its connection, and is no goodbye of anything else
         event = await anext(first)

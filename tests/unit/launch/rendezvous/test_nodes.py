@@ -132,7 +132,7 @@ async def test_nobody_waits_for_a_node_that_went_before_another_attempt() -> Non
 
 
 async def test_a_launcher_that_is_lost_when_its_workers_are_done_fails_nobody() -> None:
-    launched = launchers(3, lost_after_s=0.1)
+    launched = launchers(3, lost_after_s=1.0)  # those that renew theirs are not lost on a busy machine, either
     await all_join(launched, [0, 1, 2], [1, 1, 1])
     heard: asyncio.Queue[Failure] = asyncio.Queue()
     store = launched[0].store
