@@ -134,7 +134,7 @@ from asyncdist.group.methods.streams import ChunkStream, StreamChunk
 from asyncdist.group.non_member import NonMember
 from asyncdist.group.process_group import ProcessGroup
 from asyncdist.group.survivors import RankLost
-from asyncdist.group.team import Reduced, Team
+from asyncdist.group.team import Reduced
 from asyncdist.init import init_process_group
 from asyncdist.launch.spawn import spawn
 from asyncdist.store import (
@@ -201,7 +201,6 @@ __all__ = [
     "StreamChunk",
     "TCPStore",
     "TLSConfig",
-    "Team",
     "WaitTimeoutError",
     "Watch",
     "WatchCompactedError",

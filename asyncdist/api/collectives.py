@@ -35,11 +35,23 @@ __all__ = [
 
 
 def all_reduce(
-    tensor: Any, op: ReduceOpLike = ReduceOp.SUM, group: Group = None, *, tag: int = 0, timeout: Timeout = INHERIT
+    tensor: Any,
+    op: ReduceOpLike = ReduceOp.SUM,
+    group: Group = None,
+    *,
+    tag: int = 0,
+    timeout: Timeout = INHERIT,
+    on_lost: str = "raise",
 ) -> Work[Any]:
     """Reduce `tensor` (any shape, equal on all ranks) over all ranks, in place on every rank.
 
     All ranks hold bit-identical results. The result is `tensor`.
+
+    With `on_lost="continue"`, on every rank, it goes on without the ranks that are lost, leave, or give the group up.
+    The result is a `Reduced` then: `tensor`, and the global ranks whose values are in it, the same on all ranks that
+    are left. Their later calls with `on_lost="continue"` go on among them; other operations raise, as ever. It costs a
+    copy of `tensor`, which is in host memory, and a barrier. Raises GroupAbortedError on a rank without which the
+    others go on, although it is alive.
 
     Arrays are numpy's, torch's tensors on the CPU, and whatever exposes its memory (buffer protocol, DLPack), also a
     GPU's (`__cuda_array_interface__`), of any dtype of bools, integers, floats or complex numbers in native byte order;
@@ -57,7 +69,7 @@ def all_reduce(
     Issued at the call, in call order; returns a `Work` at once. `await work` gives the result or raises; cancelling a
     waiter ends only its waiting.
     """
-    return resolve(group).all_reduce(tensor, op, tag=tag, timeout=timeout)
+    return resolve(group).all_reduce(tensor, op, tag=tag, timeout=timeout, on_lost=on_lost)
 
 
 def broadcast(

@@ -60,6 +60,7 @@ from asyncdist.errors import (
 from asyncdist.group.methods.streams import StreamChunk
 from asyncdist.group.non_member import NonMember
 from asyncdist.group.survivors import RankLost
+from asyncdist.group.team import Reduced
 from asyncdist.launch.spawn import spawn
 from asyncdist.store import TLSConfig
 from asyncdist.world.init_method import register_rendezvous_handler
@@ -97,6 +98,7 @@ __all__ = [
     "QueueEmptyError",
     "RankLost",
     "ReduceOp",
+    "Reduced",
     "RemoteProtocolError",
     "Store",
     "StoreLimitError",

@@ -12,6 +12,7 @@ from asyncdist.blocking.group import ProcessGroup, Session, current_session, inn
 from asyncdist.blocking.work import Work, refuse_loop
 from asyncdist.gpu.streams import carried
 from asyncdist.group.misuse import watch
+from asyncdist.group.team import Reduced
 
 __all__ = ["P2POp", "asked", "collective", "completed", "issued"]
 
@@ -84,7 +85,7 @@ def collective(
         if async_op:
             return _run(Session.call, function, tuple(args), kwargs)
         result = _run(Session.complete, function, tuple(args), kwargs)
-        return result if returns_result else None
+        return result if returns_result or isinstance(result, Reduced) else None
 
     every = [*parameters[:place], async_op, *parameters[place:]]
     lifted.__signature__ = signature.replace(parameters=every, return_annotation="Any")  # type: ignore[attr-defined]

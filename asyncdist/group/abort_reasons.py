@@ -29,6 +29,7 @@ from asyncdist.errors import (
 __all__ = [
     "CONSEQUENCES",
     "FAILED",
+    "SHRUNK",
     "abort_cause",
     "aborted_by",
     "explain",
@@ -39,6 +40,8 @@ __all__ = [
 ]
 
 FAILED: Final = "failed"
+SHRUNK: Final = "its ranks were asked who is left: shrink() was called"
+"""Why a rank aborts a group that goes on without those that are lost."""
 
 CONSEQUENCES: Final = (PeerLostError, GroupAbortedError, CollectiveTimeoutError)
 """Errors of a rank whose causes all members of the group hear of by themselves."""

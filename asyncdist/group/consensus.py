@@ -99,7 +99,7 @@ class Consensus:
             self._send(sender, Step(DECIDE, 0, self.decided))
         elif step.kind == CALL:
             if sender > self._rank:
-                self._resign()
+                self.resign()
             elif sender >= self.leader:  # it has lost all before it, and so they are lost to all
                 self._lost.update(rank for rank in self._members if rank < sender)
                 self._go_on()
@@ -111,18 +111,18 @@ class Consensus:
             if self._proposal is not None and step.ballot == self._proposal.ballot:
                 self._accepts.add(sender)
                 self._go_on()
-        elif step.kind == PROPOSE and sender == self.leader:
+        elif step.kind == PROPOSE and sender == self.leader and not self._resigned:
             self._accepted = step
             self._send(sender, Step(ACCEPT, step.ballot))
 
-    # ---- what follows
-
-    def _resign(self) -> None:
-        """Another rank has lost this one: so it is lost to all, and hears what they decide."""
+    def resign(self) -> None:
+        """Another rank has lost this one, or it stays out by itself: it is lost to all, and hears what they decide."""
         if not self._resigned:
             self._resigned = True
             for rank in self._members_but_us(self._members):
                 self._send(rank, Step(REPORT, lost=(self._rank,)))
+
+    # ---- what follows
 
     def _members_but_us(self, ranks: Collection[int]) -> list[int]:
         return [rank for rank in ranks if rank in self._members and rank != self._rank]

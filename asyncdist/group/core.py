@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from asyncdist.arrays.host import Array
+from asyncdist.arrays.reduce_op import ReduceOpLike
 from asyncdist.collectives.arguments.call import Call
-from asyncdist.collectives.arguments.stream import Progress, StreamCall
 from asyncdist.collectives.backend import BackendNames, CollectiveWork, WorkKey
 from asyncdist.collectives.executor.runner import different
 from asyncdist.concurrency.deadline import INHERIT, Deadline, Timeout, timeout_seconds
@@ -25,6 +25,7 @@ from asyncdist.errors import ClosedError, CollectiveMismatchError, DistStoreErro
 from asyncdist.group.abort_reasons import (
     CONSEQUENCES,
     FAILED,
+    SHRUNK,
     abort_cause,
     aborted_by,
     explain,
@@ -42,6 +43,7 @@ from asyncdist.group.misuse import OverlapWatch, UnretrievedErrors, watch_issued
 from asyncdist.group.point_to_point import Pairs, check_tag
 from asyncdist.group.rejected_calls import RejectedCalls
 from asyncdist.group.survivors import Losses, Survivors
+from asyncdist.group.team import Reduced, Team
 from asyncdist.work import Work, until_ended
 from asyncdist.world import control as messages
 from asyncdist.world.world import CLOSED, NOT_MADE, World
@@ -106,13 +108,13 @@ class GroupCore:
         """Whether to warn of Works that nobody asks about."""
         if self.watches:
             watch_issued(self, self.pairs)
-        self._askers: dict[int, int] = {}
-        """Members that have waited long for a collective, and its tag: they are told when this group is closed here."""
         self._rejected = RejectedCalls(
             world, group_id, ranks, self._backends.drop, self._works, self._sequences, self._fail_refused, self._abort
         )
         self._lineage = Lineage(world, group_id, name, origin, parent)
         self._survivors = Survivors(world, group_id, ranks)
+        self.team: Team | None = None
+        """That of this group, or the one that this group serves."""
         self._aborted: BaseException | None = None
         self._closing: asyncio.Task[None] | None = None
         self._unasked: BaseException | None = None
@@ -364,7 +366,6 @@ class GroupCore:
             case messages.Refused(_, tag, sequence, rank, text):
                 self._rejected.heard(tag, sequence, rank, text)
             case messages.Probe(_, tag, sequence):
-                self._askers[sender] = tag
                 self._mismatches.tell(sender, tag, sequence)
                 self._deadlines.tell(sender, tag, sequence, self._sequences.get(tag, 0) > sequence)
             case messages.Status(_, tag, sequence, state):
@@ -382,29 +383,23 @@ class GroupCore:
                 self._heard_closed(sender, parent_id, asked)
             case messages.Shrink():
                 self._survivors.hear(sender, message)
+                if self.team is not None:
+                    self.team.asked(self)
 
     def bind_device(self, device: int | None) -> None:
         """Open communicators for arrays on that GPU at once, if all ranks do; None does nothing."""
         self._backends.bind(device)
 
-    def stream(
-        self,
-        operation: str,
-        tag: int,
-        timeout: Timeout,
-        make: Callable[..., StreamCall],
-        sources: Sequence[int],
-        *arguments: Any,
-    ) -> ChunkStream:
-        """Issue a collective whose chunks are handed over one by one, as they come."""
-        made: list[StreamCall] = []
+    def all_reduce_of_the_left(self, tensor: Any, op: ReduceOpLike, tag: int, timeout: Timeout) -> Work[Reduced]:
+        """An all_reduce with `on_lost="continue"`."""
+        self.check_usable("all_reduce")
+        if self.team is None:
+            self.team = Team(self)
+        return self.team.all_reduce(tensor, op, tag, timeout)
 
-        def prepare() -> StreamCall:
-            made.append(make(*arguments, self.rank, self.size, Progress()))
-            return made[0]
-
-        work = self.issue(operation, tag, timeout, prepare)
-        return ChunkStream(work, made[0], sources)
+    def stream(self, operation: str, *arguments: Any) -> ChunkStream:
+        """See `ChunkStream.issue`."""
+        return ChunkStream.issue(self, operation, *arguments)
 
     def shared_array(self, extents: tuple[int, ...], dtype: np.dtype[Any]) -> Array | None:
         """An array in memory that the other ranks of this host can read; None where there is none."""
@@ -417,7 +412,10 @@ class GroupCore:
         """See `ProcessGroup.abort`."""
         self.world.check_thread(self.where("abort"))
         text = reason or "abort() was called"
-        self._abort(aborted_by(self.world.rank, text), "abort", text, self.world.rank)
+        error = aborted_by(self.world.rank, text)
+        self._abort(error, "abort", text, self.world.rank)
+        if self.team is not None and self.team.core is self:
+            self.team.resign(error)
 
     def _abort(
         self, error: BaseException, kind: str, text: str, rank: int | None = None, missing: Sequence[int] = ()
@@ -442,6 +440,8 @@ class GroupCore:
                 self._fail(work, explain(work.where, differences.get(key, error)))
         if also_pairs:
             self.pairs.abort(error)
+        if first and self.team is not None:
+            self.team.aborted(self, error, kind, text, rank, missing)
 
     async def close(self) -> None:
         """See `ProcessGroup.close`."""
@@ -457,7 +457,7 @@ class GroupCore:
             await asyncio.shield(self._closing)
         except asyncio.CancelledError:
             for group in [self, *self.inner()]:
-                if group._works or group._differing or group.pairs.pending():
+                if group._works or group._differing or group.pairs.pending() or (group.team and group.team.busy):
                     group.abort("closing it was cancelled")
             if self.is_world:
                 self.world.hurry()
@@ -475,6 +475,8 @@ class GroupCore:
         self.pairs.withdraw_receives()
         self._backends.host.closing()
         try:
+            if self.team is not None and self.team.core is self:
+                await self.team.close()
             failures = await asyncio.gather(*(group.close() for group in self.inner()), return_exceptions=True)
             await until_ended(self._works.values())
             self._backends.host.settle()
@@ -498,7 +500,8 @@ class GroupCore:
     def inner(self) -> list[GroupCore]:
         """Groups that end with this one: all others of the world, if this is the world's."""
         groups = self.world.groups.values() if self.is_world else ()
-        return [group for group in groups if isinstance(group, GroupCore) and group is not self]
+        cores = (group for group in groups if isinstance(group, GroupCore) and group is not self)
+        return [core for core in cores if core.team is None or core.team.core is core]
 
     async def _leave(self) -> None:
         self.closed = True
@@ -515,10 +518,10 @@ class GroupCore:
             await self.world.close()
         else:  # where the world ends, senders hear that we have left
             self.pairs.drop_unmatched()
-        words = self._mismatches.last_words()
-        ended = EndedGroup(self.world, self.group_id, self.ranks, self._sequences, self._lineage.order, words)
+        words, order = self._mismatches.last_words(), self._lineage.order
+        ended = EndedGroup(self.world, self.group_id, self.ranks, self._sequences, order, words, self._survivors)
         self.world.unregister(self.group_id, ended)
-        for rank, tag in self._askers.items():  # who wait, perhaps, for what comes no more
+        for rank, tag in self._deadlines.askers.items():  # who wait, perhaps, for what comes no more
             ended.tell_issued(rank, tag, self._sequences.get(tag, 0))
         for rank in self.pairs.closed_members.askers if self.pairs.closed_members is not None else ():
             ended.tell_closed(rank)
@@ -545,7 +548,7 @@ class GroupCore:
     async def survivors(self, timeout_s: float | None) -> tuple[int, ...]:
         """Abort the group, and return the global ranks that are left, as all that are left agree. See `shrink`."""
         self.check_usable("shrink")
-        self.abort("its ranks were asked who is left: shrink() was called")
+        self._abort(aborted_by(self.world.rank, SHRUNK), "abort", SHRUNK, self.world.rank)
         return await self._survivors.agree(self.where("shrink"), Deadline.after(timeout_s, self._loop.time()))
 
     def losses(self) -> Losses:

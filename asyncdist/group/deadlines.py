@@ -88,6 +88,8 @@ class Deadlines:
         self._timer: asyncio.Handle | None = None
         self._due_s = math.inf  # kept here, as uvloop makes a plain handle of a timer that is due at once
         self._probes: dict[WorkKey, _Probe] = {}
+        self.askers: dict[int, int] = {}
+        """Members that have waited long for a collective, and its tag: they are told when this group is closed here."""
 
     def watch(self, work: CollectiveWork, timeout_s: float | None) -> None:
         """Watch a work that has just been issued."""
@@ -108,6 +110,7 @@ class Deadlines:
 
     def tell(self, rank: int, tag: int, sequence: int, issued: bool) -> None:
         """Answer a member's probe."""
+        self.askers[rank] = tag
         state = ISSUED if issued else NOT_CALLED
         self._world.tell((rank,), Status(self._group_id, tag, sequence, state), dial=False)
 

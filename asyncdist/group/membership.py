@@ -23,8 +23,9 @@ from asyncdist.collectives.backend import WorkKey
 from asyncdist.concurrency.integers import SubgroupNames, spell_ranks
 from asyncdist.errors import CollectiveMismatchError
 from asyncdist.group.deadlines import ASK_S, MAX_PROBE_DIALS
+from asyncdist.group.survivors import Survivors
 from asyncdist.messages.work import ANY_SOURCE
-from asyncdist.world.control import Closed, GroupMessage, Made, Mismatch, Probe, Status
+from asyncdist.world.control import Closed, GroupMessage, Made, Mismatch, Probe, Shrink, Status
 from asyncdist.world.world import CLOSED, CLOSED_SINCE, ISSUED, World
 
 __all__ = ["MADE_KEPT", "QUESTIONS_KEPT", "ClosedMembers", "CreationOrder", "EndedGroup", "Lineage", "Origin"]
@@ -211,10 +212,11 @@ class EndedGroup:
     """Stands in the place of a group that was closed here, so that no rank waits for what will never come.
 
     `issued` is how many collectives of each tag the group had, `order` what was made of the group, `words` what its
-    last collectives were. Where the world ends with the group, its goodbye says all there is to say.
+    last collectives were. `survivors` hear who asks who is left. Where the world ends with the group, its goodbye says
+    all there is to say.
     """
 
-    __slots__ = ("_group_id", "_issued", "_order", "_words", "_world", "ranks")
+    __slots__ = ("_group_id", "_issued", "_order", "_survivors", "_words", "_world", "ranks")
 
     def __init__(
         self,
@@ -224,6 +226,7 @@ class EndedGroup:
         issued: Mapping[int, int],
         order: CreationOrder,
         words: Mapping[WorkKey, tuple[str, str]],
+        survivors: Survivors,
     ) -> None:
         self.ranks = ranks
         self._world = world
@@ -231,6 +234,7 @@ class EndedGroup:
         self._issued = issued
         self._order = order
         self._words = words
+        self._survivors = survivors
 
     def control(self, sender: int, message: GroupMessage) -> None:
         """A control message of another member."""
@@ -244,6 +248,8 @@ class EndedGroup:
                 self._order.heard(sender, number, made_id, ranks, asked)
             case Closed(_, _, True):
                 self.tell_closed(sender)
+            case Shrink():
+                self._survivors.hear(sender, message)
 
     def tell_issued(self, rank: int, tag: int, sequence: int) -> None:
         """Tell a member whether that collective was issued here; else it never will be."""

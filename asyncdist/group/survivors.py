@@ -56,8 +56,11 @@ class Survivors:
         self._wake()
 
     def close(self) -> None:
-        """The group is closed: iterators end."""
+        """The group is closed: iterators end, and the others go on without this rank."""
         self._closed = True
+        for agreement in self._agreements.values():
+            if agreement.decided is None:
+                agreement.resign()
         self._wake()
 
     def _wake(self) -> None:
@@ -109,11 +112,19 @@ class Survivors:
             raise GroupAbortedError(f"{where}: {text}", text, self._world.rank)
         return agreement.decided
 
+    @property
+    def awaited(self) -> list[int] | None:
+        """From whom this rank needs an answer in an agreement that is under way; None if there is none."""
+        return next((one.awaited for one in self._agreements.values() if one.decided is None), None)
+
     def hear(self, sender: int, message: Shrink) -> None:
         """What another member says in an agreement, which this rank may not have come to yet."""
         if self._ended - AGREEMENTS_KEPT < message.number <= self._ended + AGREEMENTS_KEPT:
             step = Step(message.step, message.ballot, tuple(message.ranks), tuple(message.lost))
-            self._agreement(message.number).hear(sender, step)
+            agreement = self._agreement(message.number)
+            if self._closed and agreement.decided is None:
+                agreement.resign()
+            agreement.hear(sender, step)
             self._wake()
 
     def _agreement(self, number: int) -> Consensus:

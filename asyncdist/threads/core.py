@@ -223,6 +223,10 @@ class ThreadCore:
         self.check_usable(operation)
         return self.bridge.call(method, *map(carried, arguments), **options)
 
+    def all_reduce_of_the_left(self, *arguments: Any) -> Work[Any]:
+        work: Work[Any] = self._call("all_reduce", self.inner_core.all_reduce_of_the_left, *arguments)
+        return watch(work) if self.watches else work
+
     def stream(self, operation: str, *arguments: Any) -> Any:
         return self._call(operation, self.inner_core.stream, operation, *arguments)
 

@@ -1,6 +1,7 @@
 """Shrink soak: ranks are killed at random instants, those that are left shrink the group and go on; how long it takes.
 
     python tests/soak/shrink_soak.py --trials 100 --deaths 2
+    python tests/soak/shrink_soak.py --on-lost continue      # all_reduce shrinks it
 
 Each trial is a world of processes of its own. From the last kill until a survivor has the right sum over the new group,
 which all survivors must have.
@@ -33,22 +34,23 @@ LIMIT_S = 30.0
 FORK = multiprocessing.get_context("fork")
 
 
-def run_rank(rank: int, size: int, port: int, tell: Connection) -> None:
+def run_rank(rank: int, size: int, port: int, on_lost: str, tell: Connection) -> None:
     """Sum until ranks are lost, shrink, sum; tell the parent when it began, and what came of it."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.run(_rank(size, tell))
+    dist.run(_rank(size, on_lost, tell))
 
 
-async def _rank(size: int, tell: Connection) -> None:
+async def _rank(size: int, on_lost: str, tell: Connection) -> None:
     group = await dist.init_process_group()
     x = np.zeros(1, np.int64)
     began = False
     while True:
         x[0] = group.world.rank
         try:
-            await group.all_reduce(x)
-            if len(group.ranks) < size:
-                tell.send((time.monotonic(), group.ranks, int(x[0])))
+            result = await group.all_reduce(x, on_lost=on_lost)
+            ranks = group.ranks if on_lost == "raise" else result.ranks
+            if len(ranks) < size:
+                tell.send((time.monotonic(), ranks, int(x[0])))
             elif not began:
                 began = True
                 tell.send(None)
@@ -56,13 +58,14 @@ async def _rank(size: int, tell: Connection) -> None:
             group = await group.shrink(timeout=LIMIT_S)
 
 
-def trial(seed: int, deaths: int, size: int = RANKS) -> tuple[float, list[str]]:
+def trial(seed: int, deaths: int, size: int = RANKS, on_lost: str = "raise") -> tuple[float, list[str]]:
     """Seconds from the last kill until the slowest survivor has gone on, and what was wrong."""
     chance = random.Random(seed)
     port = free_port()
     pipes = [FORK.Pipe(duplex=False) for _ in range(size)]
     processes = [
-        FORK.Process(target=run_rank, args=(rank, size, port, pipes[rank][1]), daemon=True) for rank in range(size)
+        FORK.Process(target=run_rank, args=(rank, size, port, on_lost, pipes[rank][1]), daemon=True)
+        for rank in range(size)
     ]
     for process in processes:
         process.start()
@@ -101,11 +104,12 @@ def trial(seed: int, deaths: int, size: int = RANKS) -> tuple[float, list[str]]:
 @click.option("--trials", default=100)
 @click.option("--deaths", default=1)
 @click.option("--seed", default=0)
-def main(trials: int, deaths: int, seed: int) -> None:
+@click.option("--on-lost", type=click.Choice(["raise", "continue"]), default="raise")
+def main(trials: int, deaths: int, seed: int, on_lost: str) -> None:
     """Kill `deaths` of 8 ranks, `trials` times."""
     times_s, problems = [], []
     for number in range(seed, seed + trials):
-        took_s, wrong = trial(number, deaths)
+        took_s, wrong = trial(number, deaths, on_lost=on_lost)
         times_s.append(took_s)
         problems += wrong
         for line in wrong:

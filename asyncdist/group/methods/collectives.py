@@ -33,12 +33,25 @@ class Collectives(Issuer):
     timeout_s: float | None
 
     def all_reduce(
-        self, tensor: Any, op: ReduceOpLike = ReduceOp.SUM, *, tag: int = 0, timeout: Timeout = INHERIT
+        self,
+        tensor: Any,
+        op: ReduceOpLike = ReduceOp.SUM,
+        *,
+        tag: int = 0,
+        timeout: Timeout = INHERIT,
+        on_lost: str = "raise",
     ) -> Work[Any]:
         """Reduce `tensor` (any shape, equal on all ranks) over all ranks, in place on every rank.
 
-        All ranks hold bit-identical results. The result is `tensor`.
+        All ranks hold bit-identical results. The result is `tensor`; with `on_lost="continue"`, on every rank, it is a
+        `Reduced`, see `asyncdist.all_reduce`.
         """
+        if on_lost != "raise":
+            if on_lost == "continue":
+                return self._core.all_reduce_of_the_left(tensor, op, tag, timeout)
+            error = ValueError(f"on_lost={on_lost!r} is neither 'raise' nor 'continue'")
+            self.refuse("all_reduce", check_tag(tag), error)
+            raise error
         return self._collective("all_reduce", tag, timeout, call.all_reduce, tensor, op)
 
     def broadcast(self, tensor: Any, root: int, *, tag: int = 0, timeout: Timeout = INHERIT) -> Work[Any]:

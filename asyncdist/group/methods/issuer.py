@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from asyncdist.arrays.host import Array
+from asyncdist.arrays.reduce_op import ReduceOpLike
 from asyncdist.collectives.arguments import call
 from asyncdist.collectives.backend import BackendNames
 from asyncdist.concurrency.deadline import Timeout
@@ -62,8 +63,11 @@ class Core(Protocol):
     ) -> Work[Any]:
         """See `Issue`."""
 
+    def all_reduce_of_the_left(self, tensor: Any, op: ReduceOpLike, tag: int, timeout: Timeout) -> Work[Any]:
+        """See `GroupCore.all_reduce_of_the_left`."""
+
     def stream(self, operation: str, *arguments: Any) -> ChunkStream:
-        """See `GroupCore.stream`."""
+        """See `ChunkStream.issue`."""
 
     def refuse(self, operation: str, tag: int, error: Exception) -> None:
         """See `Issuer.refuse`."""

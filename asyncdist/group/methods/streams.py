@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
 from asyncdist.arrays.host import Array
 from asyncdist.collectives.arguments import stream as call_stream
-from asyncdist.collectives.arguments.stream import StreamCall
+from asyncdist.collectives.arguments.stream import Progress, StreamCall
 from asyncdist.concurrency.deadline import INHERIT, Timeout
-from asyncdist.group.methods.issuer import Issuer
+from asyncdist.group.methods.issuer import Core, Issuer
 from asyncdist.work import Work
 
 __all__ = ["DEFAULT_CHUNK_BYTES", "ChunkStream", "StreamChunk", "Streams"]
@@ -60,6 +60,27 @@ class ChunkStream:
         self._ended = False
         progress = self._progress
         work.add_done_callback(lambda _work: progress.wake())
+
+    @classmethod
+    def issue(
+        cls,
+        core: Core,
+        operation: str,
+        tag: int,
+        timeout: Timeout,
+        make: Callable[..., StreamCall],
+        sources: Sequence[int],
+        *arguments: Any,
+    ) -> Self:
+        """Issue a collective whose chunks are handed over one by one, as they come."""
+        made: list[StreamCall] = []
+
+        def prepare() -> StreamCall:
+            made.append(make(*arguments, core.rank, core.size, Progress()))
+            return made[0]
+
+        work = core.issue(operation, tag, timeout, prepare)
+        return cls(work, made[0], sources)
 
     def __repr__(self) -> str:
         return f"<ChunkStream {self._progress.taken} of {self._progress.count} chunks, {self.work!r}>"

@@ -14,7 +14,6 @@ ONLY_ASYNCHRONOUS = {
     "__version__",
     # what goes on between two calls: a blocking store has keys, counters and queues
     *("Lease", "Lock", "MemberEvent", "Membership", "Watch", "WatchEvent"),
-    *("Reduced", "Team"),  # made of a group's awaited operations
 }
 FUNCTIONS = [name for name in blocking.__all__ if inspect.isfunction(getattr(blocking, name))]
 
