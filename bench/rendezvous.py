@@ -1,10 +1,12 @@
-"""Subject rendezvous: 1,000 connections from 4 processes join one rendezvous at a daemon of its own process.
+"""Subject rendezvous: 250 to 2,000 connections from 4 processes join one rendezvous at a daemon of its own process.
 
-Each process opens 250 clients. asyncdist: every client joins a world of 1,000 as one rank and publishes its address,
-through the same `Rendezvous` that `init_process_group` uses. torch: every client sets its address, counts itself in and
-waits for the last one's word, one after the other as its blocking client can. A sample runs from before the first
-connection to the moment the last rank knows that all are there and (asyncdist) has published where it listens. The
-server's peak resident memory is printed beside it.
+Each process opens a quarter of the clients. asyncdist: every client joins one world as one rank of 64 hosts and
+publishes its address, through the same `Rendezvous` that `init_process_group` uses. The number of requests of a rank
+must not depend on the size of the world: the most that any rank made are told, and in brackets those of the rank that
+found all others there. torch, with 1,000: every client sets its address, counts itself in and waits for the last one's
+word, one after the other as its blocking client can. A sample runs from before the first connection to the moment the
+last rank knows that all are there and (asyncdist) has published where it listens. The server's peak resident memory is
+printed beside it.
 
 torch's client and server ask the resolver for the reverse name of every connection. Where name servers drop some of
 many questions, that alone takes minutes; then torch is left out and the table says why.
@@ -19,19 +21,33 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from asyncdist.store import TCPStore
 from bench.candidates import missing_torch
 from bench.model import Candidate, Case, Profile, Rank, RankContext, Record, Subject
+from bench.process import raise_file_limit
 from bench.servers import asyncdist_server, torch_store_server
 from bench.store import asyncdist_run, host_and_port, missing_store
 
 PROCESSES = 4
-CONNECTIONS = 1000
-SMOKE_CONNECTIONS = 20
+HOSTS = 64
+CONNECTIONS = (250, 500, 1000, 2000)
+SMOKE_CONNECTIONS = (20,)
+TORCH_CONNECTIONS = (20, 1000)
 JOIN_TIMEOUT_S = 60.0
 RESOLVER_PROBES = 100
 RESOLVER_STALL_S = 0.5
 FIRST_PORT = 20_000
 """Published, never listened on: the joins are measured, not the mesh."""
+
+
+class CountingStore(TCPStore):
+    """Counts its requests."""
+
+    requests = 0
+
+    def _request(self, operation: int, *arguments: Any, **options: Any) -> asyncio.Future[Any]:
+        self.requests += 1
+        return super()._request(operation, *arguments, **options)
 
 
 class AsyncdistRendezvousRank(Rank):
@@ -43,7 +59,7 @@ class AsyncdistRendezvousRank(Rank):
         self.run = asyncdist_run()
 
     async def open(self) -> None:
-        self._store_class: Any = importlib.import_module("asyncdist.store").TCPStore
+        raise_file_limit()
         self._rendezvous_class: Any = importlib.import_module("asyncdist.world.rendezvous").Rendezvous
         self._address_module: Any = importlib.import_module("asyncdist.transport.addresses")
         self._deadline_class: Any = importlib.import_module("asyncdist.concurrency.deadline").Deadline
@@ -51,33 +67,36 @@ class AsyncdistRendezvousRank(Rank):
     async def measure(self, case: Case) -> Record:
         """Join ``case.operations`` ranks, spread evenly over the processes."""
         record = Record()
-        per_process = case.operations // self._context.world_size
+        ranks = range(self._context.rank, case.operations, self._context.world_size)
         for number in range(case.warmup + case.samples):
             self._rounds += 1
-            first = self._context.rank * per_process
-            start_ns = time.perf_counter_ns()
-            joined = await asyncio.gather(*(self._join(first + i, case.operations) for i in range(per_process)))
-            end_ns = time.perf_counter_ns()
+            start_ns, cpu_ns = time.perf_counter_ns(), time.process_time_ns()
+            joined = await asyncio.gather(*(self._join(rank, case.operations) for rank in ranks))
+            end_ns, cpu_ns = time.perf_counter_ns(), time.process_time_ns() - cpu_ns
+            for store, world, rank in joined:
+                name = "decider_requests" if rank == world.decider else "rank_requests"
+                record.extra[name] = max(store.requests, record.extra.get(name, 0))
             record.wrong += sum(world.world_id != joined[0][1].world_id for _, world, _ in joined)
-            record.wrong += len({id_ for _, _, id_ in joined}) != per_process
+            record.wrong += len({id_ for _, _, id_ in joined}) != len(ranks)
             await self._meet_and_close([store for store, _, _ in joined])
             if number >= case.warmup:
-                record.add(start_ns, end_ns)
+                record.add(start_ns, end_ns, cpu_ns)
         return record
 
     async def _join(self, rank: int, world_size: int) -> tuple[Any, Any, int]:
         host, port = host_and_port(self._context.address)
-        store = self._store_class(host, port)
+        store = CountingStore(host, port)
+        place = rank * HOSTS // world_size
         rendezvous = self._rendezvous_class(store, rank, world_size, f"bench-{self._rounds}")
         loop = asyncio.get_running_loop()
         deadline = self._deadline_class.after(JOIN_TIMEOUT_S, loop.time())
 
         async def listen(_world_id: bytes) -> Any:
             return self._address_module.PeerAddress(
-                host_id="bench", endpoints=(("127.0.0.1", FIRST_PORT + rank),), unix=b"\0bench-%d" % rank
+                host_id=f"host-{place}", endpoints=((f"10.0.0.{place}", FIRST_PORT + rank),), unix=b"\0bench-%d" % rank
             )
 
-        return store, await rendezvous.join("bench", True, {}, listen, deadline), rank
+        return store, await rendezvous.join(f"host-{place}", False, {}, listen, deadline), rank
 
     async def _meet_and_close(self, stores: Sequence[Any]) -> None:
         """Let every process finish its sample before connections go (untimed)."""
@@ -129,9 +148,12 @@ class TorchRendezvousRank(Rank):
 
 def cases(profile: Profile) -> Sequence[Case]:
     """Return the cells of a profile."""
-    connections = SMOKE_CONNECTIONS if profile.name == "smoke" else CONNECTIONS
-    title = f"{connections} connections join"
-    return [Case("rendezvous", 0, 1, 0, "span", connections, title=title)]
+    sizes = SMOKE_CONNECTIONS if profile.name == "smoke" else CONNECTIONS
+    return [Case("rendezvous", 0, 1, 0, "span", size, title=f"{size} connections join") for size in sizes]
+
+
+def _wanted(candidate: Candidate, case: Case, _processes: int) -> bool:
+    return candidate.own or case.operations in TORCH_CONNECTIONS
 
 
 def missing_torch_or_resolver() -> str | None:
@@ -162,4 +184,12 @@ TORCH = Candidate(
     missing=missing_torch_or_resolver,
     server=torch_store_server,
 )
-SUBJECT = Subject("rendezvous", "Rendezvous of 1,000 ranks", (PROCESSES,), cases, (ASYNCDIST, TORCH), modes=("free",))
+SUBJECT = Subject(
+    "rendezvous",
+    "Rendezvous of ranks of 64 hosts",
+    (PROCESSES,),
+    cases,
+    (ASYNCDIST, TORCH),
+    modes=("free",),
+    wanted=_wanted,
+)

@@ -119,11 +119,20 @@ def format_rate(cell: Cell, measurement: Measurement) -> str:
     if "connection_bytes" in measurement.extra:
         return f"{measurement.extra['connection_bytes'] / 1024:.1f} KiB each"
     if cell.case.combine == "span":
-        return f"server {measurement.extra.get('server_peak_bytes', 0) / (1 << 20):.0f} MiB"
+        text = f"server {measurement.extra.get('server_peak_bytes', 0) / (1 << 20):.0f} MiB"
+        return f"{text}, {requests}" if (requests := requests_per_rank(measurement)) else text
     operations = operations_per_second(cell, measurement)
     if operations is None:
         return ""
     return f"{operations / 1e3:.0f}k op/s" if operations >= THOUSANDS else f"{operations:.0f} op/s"
+
+
+def requests_per_rank(measurement: Measurement) -> str:
+    """Return how many requests a rank of a rendezvous made, empty where nobody has counted."""
+    extra = measurement.extra
+    if "rank_requests" not in extra:
+        return ""
+    return f"{extra['rank_requests']:.0f} requests a rank ({extra['decider_requests']:.0f})"
 
 
 def format_stall(measurement: Measurement) -> str:

@@ -72,6 +72,30 @@ def test_subject_runs_and_verifies(name: str) -> None:
     assert_measured(run_subject(subject, SMOKE))
 
 
+def test_a_rendezvous_counts_the_requests_of_its_ranks() -> None:
+    (cell,) = run_subject(rendezvous.SUBJECT, SMOKE)
+    assert cell.measurements["asyncdist"].extra["rank_requests"] == main_job.RANK_REQUESTS
+
+
+@pytest.mark.parametrize(
+    ("ranks", "took_s", "requests", "met"),
+    [
+        (1000, 2.9, 12, True),
+        (1000, 3.1, 12, False),
+        (2000, 9.9, 12, True),
+        (2000, 10.1, 12, False),
+        (250, 1, 13, False),
+    ],
+)
+def test_a_rendezvous_is_judged_by_time_and_requests(ranks: int, took_s: float, requests: int, met: bool) -> None:
+    cell = cell_of(Case("rendezvous", 0, 1, 0, "span", ranks), 4, asyncdist=took_s)
+    found = {"rank_requests": requests, "decider_requests": 16, "server_peak_bytes": 1 << 20}
+    cell.measurements["asyncdist"].extra.update(found)
+    (verdict,) = main_job.judge([cell])
+    assert verdict.met is met
+    assert f"{requests} requests a rank (16)" in verdict.measured
+
+
 def test_one_client_is_measured_on_both_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose ranks are borrowed has none of its own, ends with its own server only, and both give right answers."""
     if why := store.missing_torch_daemon():
