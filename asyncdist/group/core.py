@@ -18,7 +18,6 @@ from asyncdist.arrays.host import Array
 from asyncdist.arrays.reduce_op import ReduceOpLike
 from asyncdist.collectives.arguments.call import Call
 from asyncdist.collectives.backend import BackendNames, CollectiveWork, WorkKey
-from asyncdist.collectives.executor.runner import different
 from asyncdist.concurrency.deadline import INHERIT, Deadline, Timeout, timeout_seconds
 from asyncdist.concurrency.tasks import start_task, uninterrupted
 from asyncdist.errors import ClosedError, CollectiveMismatchError, DistStoreError, GroupAbortedError, PeerLostError
@@ -85,25 +84,17 @@ class GroupCore:
         self.rank = ranks.index(world.rank)
         self.name = name
         self.timeout_s = timeout_s
-        self._loop = world.loop
         self._thread = get_ident()
         self._backends = GroupBackends(world, group_id, ranks, backend_names, self)
-        self.backend_names = self._backends.names
         self._backend = self._backends.host  # asked without a detour: small operations count nanoseconds
         self.pairs = Pairs(world, group_id, ranks, self, self._backends.gpu_pairs, parent and parent[0])
         self._overlap = OverlapWatch(self, world.loop)
-        self._last_task = self._overlap.last_task
         self._sequences: dict[int, int] = {}
         self._works: dict[WorkKey, CollectiveWork] = {}
         self._deadlines = Deadlines(world, group_id, ranks, self._works, self._expired)
         self._unretrieved = UnretrievedErrors()
         self._mismatches = MismatchFinder(world, group_id, ranks, self._backend, self._works, self._differ)
         self._strays = StrayMessages(world.mesh, group_id, self._works, self._sequences, self.differs)
-        self._early = self._strays.early
-        self._differing: dict[WorkKey, int] = {}
-        """Places of the order where another rank, and which, was found to run something else: nothing ends well now."""
-        self._verdict = asyncio.Event()
-        """Set once the group is aborted."""
         self.watches = watches(world.loop, world.options)
         """Whether to warn of Works that nobody asks about."""
         if self.watches:
@@ -117,7 +108,6 @@ class GroupCore:
         """That of this group, or the one that this group serves."""
         self._aborted: BaseException | None = None
         self._closing: asyncio.Task[None] | None = None
-        self._unasked: BaseException | None = None
         self.closed = False
         self.usable = True
         """False once it is being closed, is closed, aborted or another process's."""
@@ -126,6 +116,11 @@ class GroupCore:
     def __repr__(self) -> str:
         state = "closed" if self.closed else "aborted" if self._aborted is not None else "open"
         return f"<ProcessGroup {self.name} rank {self.rank} of {self.size} backend {self._backends.describe()} {state}>"
+
+    @property
+    def backend_names(self) -> BackendNames:
+        """What carries out its operations on each kind of array."""
+        return self._backends.names
 
     # Issuing.
 
@@ -137,7 +132,7 @@ class GroupCore:
                 why = "is closed" if self.closed else "is being closed"
             raise ClosedError(f"{self.where(operation)}: the group {why}")
         # A thread runs one loop at a time, and asking for the running one costs a system call.
-        if get_ident() != self._thread or not self._loop.is_running():
+        if get_ident() != self._thread or not self.world.loop.is_running():
             raise RuntimeError(f"{self.where(operation)}: called from another event loop than the group was made on")
 
     def where(self, operation: str, sequence: int | None = None) -> str:
@@ -163,7 +158,9 @@ class GroupCore:
     ) -> CollectiveWork:
         """Issue a collective: `prepare(*arguments)` checks and binds them."""
         # Small operations count nanoseconds, and a call costs fifty of them: what rarely holds is looked at here.
-        if not self.usable or get_ident() != self._thread or not self._loop.is_running():
+        world = self.world
+        loop = world.loop
+        if not self.usable or get_ident() != self._thread or not loop.is_running():
             self.check_usable(operation)
             assert self._aborted is not None, "it is neither closed nor aborted"
             raise self.aborted_error(operation, self._aborted)
@@ -180,14 +177,14 @@ class GroupCore:
                 backend = devices = self._backends.devices or self._backends.on_gpus()
                 devices.check(call)
                 self._backends.host.elsewhere(tag, sequence)
-            last = self._last_task.get(tag)
-            if last is None or last() is not current_task(self._loop):
+            last = self._overlap.last_task.get(tag)
+            if last is None or last() is not current_task(loop):
                 self._overlap.issue(tag, operation)
         except Exception as error:  # wrong, as a rule; or a function of the user's fails, or a warning is an error
             self._rejected.tell(tag, sequence, error)
             raise
-        work = CollectiveWork(self._loop, operation, call.nbytes, tag, sequence, call.result, self)
-        work._spinner = self.world.mesh.spinner
+        work = CollectiveWork(loop, operation, call.nbytes, tag, sequence, call.result, self)
+        work._spinner = world.mesh.spinner
         key = work.key
         if self._rejected.early and key in self._rejected.early:
             self._fail(work, explain(self.where(operation, sequence), self._rejected.early.pop(key)))
@@ -214,9 +211,10 @@ class GroupCore:
 
     def _ended(self, work: CollectiveWork, error: BaseException | None) -> None:
         if error is None:
-            if self._early and self._strays.left_over(work.key):
+            strays = self._strays
+            if strays.early and strays.left_over(work.key):
                 return
-            if self._differing:
+            if self._mismatches.differing:
                 return
             del self._works[work.key]
             work.finish()
@@ -239,18 +237,7 @@ class GroupCore:
 
     def differs(self, tag: int, sequence: int, rank: int) -> None:
         """Global rank `rank` runs something else in that place of the order, where all may have ended here."""
-        if self._aborted is None and not self.closed:
-            if not self._differing:
-                self._loop.call_soon(self._inquire)
-            self._differing.setdefault((tag, sequence), rank)
-
-    def _inquire(self) -> None:
-        """Ask about the first difference that was found: the others may be its consequences."""
-        key, rank = next(iter(self._differing.items()))
-        if self._aborted is None and not self.closed:
-            error = self._mismatches.inquire(key, None, different(rank))
-            if error is not None:
-                self._differ(key, error)
+        self._mismatches.differs((tag, sequence), rank)
 
     def _differ(self, key: WorkKey, error: CollectiveMismatchError) -> None:
         """Ranks run different collectives in that place."""
@@ -425,7 +412,6 @@ class GroupCore:
         if self.closed or self.world.forked or not (first or also_pairs):
             return
         self._aborted = error if first else self._aborted
-        self._verdict.set()
         self.usable = False
         # Before messages under way are broken off: who receives those is to know the reason by then.
         self.world.tell_aborted(self.ranks, messages.Abort(self.group_id, kind, text, rank, list(missing)))
@@ -449,21 +435,21 @@ class GroupCore:
         if self._closing is None:
             if self.closed or self.world.forked:
                 return
-            if asyncio.get_running_loop() is not self._loop:
+            if asyncio.get_running_loop() is not self.world.loop:
                 raise RuntimeError(f"{self.where('close')}: called from another event loop than the group was made on")
             self.usable = False
-            self._closing = start_task(self._loop, self._close(), name=f"close group {self.name}")
+            self._closing = start_task(self.world.loop, self._close(), name=f"close group {self.name}")
         try:
             await asyncio.shield(self._closing)
         except asyncio.CancelledError:
             for group in [self, *self.inner()]:
-                if group._works or group._differing or group.pairs.pending() or (group.team and group.team.busy):
+                if group._is_busy():
                     group.abort("closing it was cancelled")
             if self.is_world:
                 self.world.hurry()
             await uninterrupted(asyncio.wait([self._closing]))
             raise
-        unasked, self._unasked = self._unasked, None
+        unasked = self._unretrieved.take_at_close()
         try:
             if unasked is not None:
                 raise unasked
@@ -480,8 +466,8 @@ class GroupCore:
             failures = await asyncio.gather(*(group.close() for group in self.inner()), return_exceptions=True)
             await until_ended(self._works.values())
             self._backends.host.settle()
-            if self._differing:
-                await self._verdict.wait()
+            if self._mismatches.differing:
+                await self._mismatches.stopped.wait()
             async with asyncio.timeout(CLOSE_SENDS_S):
                 await until_ended(self.pairs.pending())
         except TimeoutError:
@@ -493,9 +479,16 @@ class GroupCore:
                 await self.world.abandon()
             raise
         await self._leave()
-        found = explain(self.where("close"), self._aborted) if self._differing and self._aborted is not None else None
+        found = None
+        if self._mismatches.differing and self._aborted is not None:
+            found = explain(self.where("close"), self._aborted)
         unasked = self._unretrieved.take_unasked(found, aborted=self._aborted is not None)
-        self._unasked = next(filter(None, [unasked, *failures]), None)
+        self._unretrieved.at_close = next(filter(None, [unasked, *failures]), None)
+
+    def _is_busy(self) -> bool:
+        """Whether something is under way that closing waits for."""
+        busy = self._works or self._mismatches.differing or self.pairs.pending()
+        return bool(busy) or (self.team is not None and self.team.busy)
 
     def inner(self) -> list[GroupCore]:
         """Groups that end with this one: all others of the world, if this is the world's."""
@@ -549,7 +542,7 @@ class GroupCore:
         """Abort the group, and return the global ranks that are left, as all that are left agree. See `shrink`."""
         self.check_usable("shrink")
         self._abort(aborted_by(self.world.rank, SHRUNK), "abort", SHRUNK, self.world.rank)
-        return await self._survivors.agree(self.where("shrink"), Deadline.after(timeout_s, self._loop.time()))
+        return await self._survivors.agree(self.where("shrink"), Deadline.after(timeout_s, self.world.loop.time()))
 
     def losses(self) -> Losses:
         """See `ProcessGroup.membership`."""

@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple
 
 from asyncdist.arrays.reduce_op import PremulSum, ReduceOp
 from asyncdist.collectives.backend import CollectiveWork, GroupBackend, WorkKey
-from asyncdist.collectives.executor.runner import DifferentOperation
+from asyncdist.collectives.executor.runner import DifferentOperation, different
 from asyncdist.collectives.shared.agreement import RESERVED
 from asyncdist.concurrency.trace import calling_frame
 from asyncdist.errors import CollectiveMismatchError, DistError, PeerLostError
@@ -125,6 +125,9 @@ class MismatchFinder:
         self._reports: dict[WorkKey, dict[str, tuple[int, str]]] = {}
         self._last_words: dict[int, dict[WorkKey, tuple[str, str]]] = {}
         """What members that have left ran last."""
+        self.differing: dict[WorkKey, int] = {}
+        """Places of the order where another rank, and which, was found to run something else: nothing ends well now."""
+        self.stopped = asyncio.Event()
 
     def check_fully(self, full: bool) -> None:
         """Whether to report all collectives from now on."""
@@ -136,6 +139,21 @@ class MismatchFinder:
         entry = _Issued(*issued[:-1], _calling_line())
         self._issued.append(entry)
         self._report(entry)
+
+    def differs(self, key: WorkKey, rank: int) -> None:
+        """Global rank `rank` runs something else in that place of the order, where all may have ended here."""
+        if not self.stopped.is_set():
+            if not self.differing:
+                self._world.loop.call_soon(self._inquire_first)
+            self.differing.setdefault(key, rank)
+
+    def _inquire_first(self) -> None:
+        """Ask about the first difference that was found: the others may be its consequences."""
+        key, rank = next(iter(self.differing.items()))
+        if not self.stopped.is_set():
+            error = self.inquire(key, None, different(rank))
+            if error is not None:
+                self._fail(key, error)
 
     def inquire(
         self, key: WorkKey, work: CollectiveWork | None, error: CollectiveMismatchError
@@ -225,7 +243,7 @@ class MismatchFinder:
                 reports.setdefault(terms, (sender, shown))
 
     def stop(self, *, told: bool = False) -> dict[WorkKey, CollectiveMismatchError]:
-        """Stop asking. Returns the differences without an answer, by place.
+        """Stop asking, as the group is aborted or closed. Returns the differences without an answer, by place.
 
         `told`: another rank has said what differs. It knows less of differences in lengths, so only those are returned.
         """
@@ -238,6 +256,7 @@ class MismatchFinder:
             inquiry.timer.cancel()
         self._inquiries.clear()
         self._reports.clear()
+        self.stopped.set()
         return found
 
     def _conclude(self, key: WorkKey, text: str) -> None:

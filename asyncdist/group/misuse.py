@@ -38,12 +38,19 @@ class UnretrievedErrors:
     `abort_seen`: a call has raised that the group is aborted, which explains all later failures.
     """
 
-    __slots__ = ("_seen", "_works", "abort_seen")
+    __slots__ = ("_seen", "_works", "abort_seen", "at_close")
 
     def __init__(self) -> None:
         self._works: list[Work[Any]] = []
         self._seen = 0  # failures that the program has asked about, or will be told of
         self.abort_seen = False
+        self.at_close: BaseException | None = None
+        """What closing the group is to raise."""
+
+    def take_at_close(self) -> BaseException | None:
+        """Return what closing is to raise, once."""
+        error, self.at_close = self.at_close, None
+        return error
 
     def keep(self, work: Work[Any]) -> None:
         """Keep a Work that has failed, unless the program knows: a waiter is told, perhaps after the group's end."""

@@ -42,11 +42,14 @@ class Core(Protocol):
     rank: int
     name: str
     timeout_s: float | None
-    backend_names: BackendNames
     is_world: bool
     pairs: Pairs
     watches: bool
     """Whether to warn of Works that nobody asks about."""
+
+    @property
+    def backend_names(self) -> BackendNames:
+        """What carries out its operations on each kind of array."""
 
     @property
     def closed(self) -> bool:

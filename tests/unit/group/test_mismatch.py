@@ -281,14 +281,14 @@ def test_messages_that_come_early_and_are_received_are_no_evidence() -> None:
             if group.rank == 0:
                 await asyncio.sleep(0.1)
             await group.gather(np.ones(3), [np.zeros(3)] * 3 if group.rank == number % 3 else None, number % 3)
-        assert all(issued >= group._core._sequences[0] for _, issued in group._core._early)
+        assert all(issued >= group._core._sequences[0] for _, issued in group._core._strays.early)
         if group.rank == 0:
             with pytest.raises(TypeError):
                 group.all_reduce(None)
         else:
             assert isinstance(await outcome(group.all_reduce(np.ones(3))), dist.CollectiveMismatchError)
         total = await group.all_reduce(np.ones(1))
-        assert all(issued >= group._core._sequences[0] for _, issued in group._core._early)
+        assert all(issued >= group._core._sequences[0] for _, issued in group._core._strays.early)
         return int(total[0])
 
     assert run_world(3, main) == [3, 3, 3]
