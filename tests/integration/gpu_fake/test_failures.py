@@ -418,3 +418,13 @@ def test_a_launch_that_blocks_is_ended_by_abort(monkeypatch: pytest.MonkeyPatch)
 
     run_failing(2, main)
     assert_within(5, max(took_s))
+
+
+def test_what_goes_on_without_lost_ranks_takes_host_arrays() -> None:
+    async def main(at: GpuRank) -> None:
+        for _ in range(2):
+            with pytest.raises(TypeError, match="on_lost='continue' takes arrays in host memory"):
+                dist.all_reduce(at.array(np.ones(2, np.float32)), on_lost="continue")
+        assert (await dist.all_reduce(np.ones(1), on_lost="continue")).ranks == (0, 1)
+
+    run_gpu(2, main)
