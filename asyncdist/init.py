@@ -303,6 +303,7 @@ async def _join(
         try:
             world.formed(met)
             world.tuning = agreed_tuning(method.rank, met.options.get("tuning"), overrides)
+            await world.hear_launcher(environ)
         except BaseException:
             await uninterrupted(rendezvous.resign())
             raise

@@ -14,8 +14,11 @@ import click
 from click.core import ParameterSource
 
 from asyncdist.launch.config import (
+    DEFAULT_EXPELLED_AFTER_S,
     DEFAULT_GRACE_S,
     DEFAULT_JOIN_TIMEOUT_S,
+    DEFAULT_LAST_CALL_S,
+    DEFAULT_LOST_AFTER_S,
     DEFAULT_PORT,
     DEFAULT_SHUTDOWN_TIMEOUT_S,
     ENDING,
@@ -280,7 +283,7 @@ def _config(script: str, args: tuple[str, ...], options: dict[str, Any]) -> Laun
         if not standalone:
             _take_scheduled_place(options, environ)
         least, most = options["nnodes"]
-        times = parse_rdzv_conf(options["rdzv_conf"] or "") if least < most else RdzvTimes()
+        times = parse_rdzv_conf(options["rdzv_conf"] or "") if most > 1 else RdzvTimes()
         for key in times.unused:
             _say(f"--rdzv-conf {key} has no meaning here and is not used")
         store_text = "" if standalone else environ.get("ASYNCDIST_STORE", "")
@@ -300,8 +303,9 @@ def _config(script: str, args: tuple[str, ...], options: dict[str, Any]) -> Laun
             grace_s=options["grace"],
             shutdown_timeout_s=options["shutdown_timeout"],
             join_timeout_s=times.join_s or options["join_timeout"],
-            last_call_s=times.last_call_s,
-            lost_after_s=times.lost_after_s,
+            last_call_s=times.last_call_s or DEFAULT_LAST_CALL_S,
+            lost_after_s=times.keep_alive_s or DEFAULT_LOST_AFTER_S,
+            expelled_after_s=times.keep_alive_s or DEFAULT_EXPELLED_AFTER_S,
             store_outage_s=options["store_outage"],
             local_rank_at=len(command) - len(args) if options["pass_local_rank"] else None,
             role=options["role"],

@@ -12,7 +12,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, closing, contextmanager
 from functools import partial
 from types import FrameType
 from typing import Any, Final
@@ -22,6 +22,7 @@ from asyncdist.launch.attempt import Attempt, AttemptResult, Stage
 from asyncdist.launch.config import ENDING, LaunchConfig
 from asyncdist.launch.failure import Failure
 from asyncdist.launch.logs import Logs
+from asyncdist.launch.losses import Losses
 from asyncdist.launch.orphan_killer import OrphanKiller
 from asyncdist.launch.rendezvous.job_store import StorePlace, find_or_host
 from asyncdist.launch.worker import Exit, NodePlace, Roster, Worker, line_prefix, own_device, worker_environment
@@ -92,6 +93,7 @@ class NodeAgent:
         self._reported: Failure | None = None
         self._own: AttemptResult | None = None
         self._killer: OrphanKiller | None = None  # while this node takes part
+        self._losses: Losses | None = None  # likewise, if there are other nodes
         self._words: set[asyncio.Task[None]] = set()  # that are on their way to other nodes
         self._prepare()
 
@@ -136,6 +138,23 @@ class NodeAgent:
                 stack.push_async_callback(asyncio.to_thread, place.hosted.close)
             return await self._take_part(place, stack)
 
+    def _begin(self, stack: AsyncExitStack) -> None:
+        """Get what this node needs for as long as it takes part."""
+        self._killer = stack.enter_context(closing(OrphanKiller()))
+        if self._config.nnodes > 1:
+            self._losses = stack.enter_context(closing(Losses()))
+
+    def _tell_ranks(self, roster: Roster, node: int, host: str, why: str) -> None:
+        """Tell the ranks of this node that those of `node` are lost, or all others if it is this one."""
+        assert self._losses is not None
+        first = sum(roster.nprocs[:node])
+        ranks = [(first, first + roster.nprocs[node])]
+        if node == roster.node_rank:
+            ranks = [(0, first), (first + roster.nproc, roster.world_size)]
+            self._losses.tell(ranks, f"this host ({host}, node {node}) {why}")
+        else:
+            self._losses.tell(ranks, f"its host ({host}, node {node}) is gone: {why}")
+
     def _announce(self, place: StorePlace, roster: Roster, what: str) -> None:
         """Say which part of what this node has."""
         first, last = roster.first_rank, roster.first_rank + roster.nproc - 1
@@ -164,11 +183,14 @@ class NodeAgent:
             restarts=restarts,
             first_local_rank=self._config.first_local_rank,
             local_world_size=self._config.local_world_size,
+            losses=None if self._losses is None else self._losses.address,
         )
 
     def _new_attempt(self, number: int, place: NodePlace, on_failure: Callable[[Exit], None]) -> Attempt:
         """The workers of this node, not started yet; `number` counts attempts, or rounds."""
         self.logs.start_attempt(number)
+        if self._losses is not None:
+            self._losses.forget()
         return Attempt(
             [partial(self._start_worker, rank, number, place) for rank in range(place.roster.nproc)],
             grace_s=self._config.grace_s,

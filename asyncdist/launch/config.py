@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from asyncdist.store.credentials import TLSConfig
 
 __all__ = [
+    "DEFAULT_EXPELLED_AFTER_S",
     "DEFAULT_GRACE_S",
     "DEFAULT_JOIN_TIMEOUT_S",
     "DEFAULT_LAST_CALL_S",
@@ -51,8 +52,13 @@ DEFAULT_SHUTDOWN_TIMEOUT_S: Final = 30.0
 DEFAULT_LAST_CALL_S: Final = 30.0
 """How long an elastic job that has enough nodes waits for more (torchrun's last_call_timeout)."""
 
-DEFAULT_LOST_AFTER_S: Final = 20.0
-"""A launcher only waits, so 20 s of silence means that it, its machine or the network is gone."""
+DEFAULT_LOST_AFTER_S: Final = 3.0
+"""A launcher only waits, so 3 s of silence mean that it, its host or the network is gone. Two seconds later all ranks
+have heard of that, and have raised."""
+
+DEFAULT_EXPELLED_AFTER_S: Final = 20.0
+"""While launchers work together they know of each other without the job's store. That may be slow or busy, and who was
+silent there loses a place in the job."""
 
 DEFAULT_JOIN_TIMEOUT_S: Final = 600.0
 """How long nodes wait for the store and for each other (torchrun's join_timeout)."""
@@ -67,8 +73,8 @@ _NOT_TO_HANDLE: Final = frozenset({"SIGKILL", "SIGSTOP", "SIGCHLD", "SIGSEGV", "
 """Those that the kernel lets no process handle, those that a process causes itself, and that of a child's end."""
 
 _INTERVAL_S: Final = 5.0
-_ATTEMPTS: Final = DEFAULT_LOST_AFTER_S / _INTERVAL_S
-"""What torchrun calls its keep-alives; only their product counts here."""
+_ATTEMPTS: Final = 4.0
+"""What torchrun calls its keep-alives, where only one of them is given; only their product counts here."""
 
 _KEYS: Final = ("join_timeout", "last_call_timeout", "keep_alive_interval", "keep_alive_max_attempt")
 
@@ -97,8 +103,9 @@ class LaunchConfig:
     of all. `interface` is the network interface the workers use. A daemon may be away for `store_outage_s` while all
     nodes are well. All times are seconds.
 
-    With `min_nodes` the job is elastic: `nnodes` are the most it may have, nodes come and go, a node is lost after
-    `lost_after_s` of silence, and `node_rank` says no more than whether this launcher may host the store.
+    A node is lost after `lost_after_s` of silence among the launchers. With `min_nodes` the job is elastic: `nnodes`
+    are the most it may have, nodes come and go, also after `expelled_after_s` of silence at the store, and `node_rank`
+    says no more than whether this launcher may host the store.
     """
 
     command: tuple[str, ...]
@@ -125,6 +132,7 @@ class LaunchConfig:
     min_nodes: int | None = None
     last_call_s: float = DEFAULT_LAST_CALL_S
     lost_after_s: float = DEFAULT_LOST_AFTER_S
+    expelled_after_s: float = DEFAULT_EXPELLED_AFTER_S
     store_outage_s: float = math.inf
 
     def __post_init__(self) -> None:
@@ -245,11 +253,11 @@ def parse_outage(text: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RdzvTimes:
-    """Seconds; `join_s` is None where --join-timeout says it. `unused` are keys that mean nothing here."""
+    """Seconds; None where nothing is said. `unused` are keys that mean nothing here."""
 
     join_s: float | None = None
-    last_call_s: float = DEFAULT_LAST_CALL_S
-    lost_after_s: float = DEFAULT_LOST_AFTER_S
+    last_call_s: float | None = None
+    keep_alive_s: float | None = None
     unused: tuple[str, ...] = ()
 
 
@@ -261,13 +269,12 @@ def parse_rdzv_conf(text: str) -> RdzvTimes:
         if not key or not equals:
             raise ValueError(f"--rdzv-conf needs KEY=VALUE,KEY=VALUE, not {item!r}")
         found[key] = value
-    interval_s = _positive(found, "keep_alive_interval") or _INTERVAL_S
-    attempts = _positive(found, "keep_alive_max_attempt") or _ATTEMPTS
-    last_call_s = _positive(found, "last_call_timeout")
+    interval_s = _positive(found, "keep_alive_interval")
+    attempts = _positive(found, "keep_alive_max_attempt")
     return RdzvTimes(
         join_s=_positive(found, "join_timeout"),
-        last_call_s=DEFAULT_LAST_CALL_S if last_call_s is None else last_call_s,
-        lost_after_s=interval_s * attempts,
+        last_call_s=_positive(found, "last_call_timeout"),
+        keep_alive_s=(interval_s or _INTERVAL_S) * (attempts or _ATTEMPTS) if interval_s or attempts else None,
         unused=tuple(key for key in found if key not in _KEYS),
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 from contextlib import AsyncExitStack
 from typing import Final
@@ -11,10 +10,9 @@ from asyncdist.errors import DistError, LaunchError
 from asyncdist.launch.agent import NodeAgent
 from asyncdist.launch.attempt import Stage
 from asyncdist.launch.failure import Conclusion, End, Failure, is_consequence
-from asyncdist.launch.orphan_killer import OrphanKiller
 from asyncdist.launch.rendezvous.job_store import Outage, StorePlace, open_store, with_run_token
 from asyncdist.launch.rendezvous.links import LinkHost
-from asyncdist.launch.rendezvous.round import Entry, Plan, Round, Stop
+from asyncdist.launch.rendezvous.round import Entry, Plan, Round, Stop, shown
 from asyncdist.launch.rendezvous.rounds import JobOverError, Outcome, Rounds
 from asyncdist.launch.worker import Exit, NodePlace, Roster
 
@@ -34,6 +32,7 @@ class ElasticAgent(NodeAgent):
 
     def _prepare(self) -> None:
         self._round: Round | None = None
+        self._plan: Plan | None = None
         self._stop: Stop | None = None
         self._restarts = 0
         self._number = -1  # of the last round
@@ -48,7 +47,7 @@ class ElasticAgent(NodeAgent):
         rounds = Rounds(store, self._config, self.say, outage, host)
         stack.push_async_callback(self._leave, rounds, place)
         place = await with_run_token(place, store, self._config)
-        self._killer = stack.enter_context(contextlib.closing(OrphanKiller()))
+        self._begin(stack)
         self.say(f"waiting for {self._config.min_nodes} to {self._config.nnodes} nodes, store at {place.endpoint}")
         while True:
             try:
@@ -72,10 +71,10 @@ class ElasticAgent(NodeAgent):
         self._forget_round()
         current = await rounds.meet()
         try:
-            async with current.watched(self._on_stop):
+            async with current.watched(self._on_stop, self._on_lost):
                 self._round = current
                 entry = Entry(config.nproc_per_node, self._host, self._restarts, self._number)
-                plan = await current.agree(entry)
+                self._plan = plan = await current.agree(entry)
                 async with current.linked(plan) as together:
                     end = End()
                     if plan is not None and together:
@@ -160,6 +159,11 @@ class ElasticAgent(NodeAgent):
             await rounds.finish(Outcome(1, "the launcher that hosted the store was ended by a signal"))
         patience_s = 2 * self._config.grace_s + _END_MARGIN_S if self._interrupted_by is not None else _END_MARGIN_S
         await rounds.leave(others_s=0.0 if place.hosted is None else patience_s)
+
+    def _on_lost(self, node: int, why: str) -> None:
+        if self._round is not None and self._plan is not None and self._attempt is not None:
+            roster = Roster(self._round.rank, self._plan.nprocs, "")
+            self._tell_ranks(roster, node, shown(self._round.members[node]).partition(":")[0], why)
 
     def _on_stop(self, why: Stop) -> None:
         self._stop = why

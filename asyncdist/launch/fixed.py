@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 from collections.abc import Coroutine
@@ -14,7 +13,6 @@ from asyncdist.errors import DistError
 from asyncdist.launch.agent import NodeAgent
 from asyncdist.launch.attempt import AttemptResult
 from asyncdist.launch.failure import Failure
-from asyncdist.launch.orphan_killer import OrphanKiller
 from asyncdist.launch.rendezvous.job_store import Outage, StorePlace, open_store, with_run_token
 from asyncdist.launch.rendezvous.links import LinkHost, beside
 from asyncdist.launch.rendezvous.nodes import ENDED_WELL, Nodes
@@ -40,7 +38,7 @@ class FixedAgent(NodeAgent):
         nodes, roster, place = await self._join(place, stack)
         self._announce(place, roster, f"job {roster.run_id},")
         self._open_logs(roster)
-        self._killer = stack.enter_context(contextlib.closing(OrphanKiller()))
+        self._begin(stack)
         node_place = self._node_place(place, roster)
         # Where there are no others, a daemon that has gone is no reason to end: the workers say whether they need it.
         others = nodes if self._config.nnodes > 1 else None
@@ -68,7 +66,7 @@ class FixedAgent(NodeAgent):
             if config.nnodes > 1:
                 host = LinkHost(place, config, self._environ)
                 stack.push_async_callback(host.close)
-        nodes = Nodes(store, config.job_id, config.nnodes, host)
+        nodes = Nodes(store, config.job_id, config.nnodes, host, lost_after_s=config.lost_after_s)
         stack.push_async_callback(self._leave, nodes, place)
         place = await with_run_token(place, store, config)
         return (
@@ -102,6 +100,10 @@ class FixedAgent(NodeAgent):
             if nodes is not None:
                 self._tell(nodes.report_failure(number, self._reported))
 
+        def on_lost(node: int, why: str) -> None:
+            assert nodes is not None
+            self._tell_ranks(place.roster, node, nodes.hosts[node], why)
+
         self._attempt = self._new_attempt(number, place, on_failure)
         try:
             if nodes is None:
@@ -109,7 +111,10 @@ class FixedAgent(NodeAgent):
                 if self._own.failure is not None:
                     self._reported = self._as_failure(self._own.failure, place)
             else:
-                async with nodes.watching(number, self._on_others_failure), beside(*self._watches(number, nodes)):
+                async with (
+                    nodes.watching(number, self._on_others_failure, on_lost),
+                    beside(*self._watches(number, nodes)),
+                ):
                     self._own = await self._attempt.run()
                     await self._end_together(nodes, number, place, self._own)
             return self._own

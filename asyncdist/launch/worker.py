@@ -37,6 +37,7 @@ DRAIN_IDLE_S: Final = 1.0
 _PREFIX_VARIABLE: Final = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 
 _INHERITED: Final = (
+    "ASYNCDIST_LOSSES",
     "ASYNCDIST_ROUND",
     "ASYNCDIST_STORE_OUTAGE",
     "ASYNCDIST_TOKEN",
@@ -80,6 +81,8 @@ class NodePlace:
     `virtual_local_rank` each worker sees only its GPU. `interface` is the network interface to use, if one was chosen.
     `restarts` is how many restarts an elastic job has had: its rounds, the attempts, may be more. Where several
     launchers share a host, `first_local_rank` and `local_world_size` count the workers of all.
+    `restarts` is how many restarts an elastic job has had: its rounds, the attempts, may be more. `losses` is where the
+    launcher tells of lost ranks (`Losses.address`).
     """
 
     roster: Roster
@@ -93,6 +96,7 @@ class NodePlace:
     restarts: int | None = None
     first_local_rank: int = 0
     local_world_size: int | None = None
+    losses: str | None = None
 
 
 def worker_environment(
@@ -139,6 +143,8 @@ def worker_environment(
         environment["ASYNCDIST_TOKEN"] = place.token
     if place.virtual_local_rank:
         environment.update(LOCAL_RANK="0", CUDA_VISIBLE_DEVICES=own_device(local_rank, base))
+    if place.losses is not None:
+        environment["ASYNCDIST_LOSSES"] = place.losses
     if place.interface is not None:
         environment["ASYNCDIST_SOCKET_IFNAME"] = place.interface
     environment.setdefault("PYTHONUNBUFFERED", "1")

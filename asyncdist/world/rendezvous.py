@@ -370,8 +370,9 @@ class Rendezvous:
             self._staying = None
 
     def hurry(self) -> None:
-        """Whoever leaves is in a hurry: wait for no goodbyes."""
+        """Whoever leaves is in a hurry, or the store may be cut off: wait for no goodbyes, nor long for the store."""
         self._hurried = True
+        self._farewell_s = min(AWAY_LIMIT_S, AWAY_LIMIT_S if self._farewell_s is None else self._farewell_s)
         if self._staying is not None and not self._staying.expired():
             self._staying.reschedule(_now())
 

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import msgpack
@@ -33,6 +33,7 @@ from asyncdist.world.control import (
     Status,
     decode,
 )
+from asyncdist.world.host_losses import hear_losses
 from asyncdist.world.init_method import StoreSource
 from asyncdist.world.rendezvous import Met
 
@@ -72,6 +73,8 @@ WORDS_HEAD_BYTES: Final = 5
 """What msgpack puts before a list, or bytes, of any length."""
 LEAVE_LIMIT_S: Final = 5.0
 """How long saying goodbye to peers may take."""
+DOUBTFUL_STORE_S: Final = 0.5
+"""How long closing the store may take after a host was lost: launchers wait for three seconds in all."""
 
 
 class GroupListener(Protocol):
@@ -123,7 +126,7 @@ class Meeting(Protocol):
         """Wait, bounded, until every rank but the `lost` has said goodbye."""
 
     def hurry(self) -> None:
-        """Wait for no goodbyes."""
+        """Wait for no goodbyes, nor long for the store."""
 
 
 class EndedListener(Protocol):
@@ -173,6 +176,8 @@ class World:
         self._ended: dict[int, EndedListener] = {}
         self._early: dict[int, list[tuple[int, GroupMessage]]] = {}
         self._decider = 0
+        self._launcher: asyncio.BaseTransport | None = None
+        self._store_in_doubt = False
         self._thread = threading.get_ident()
         close_in_forked_child(self)
 
@@ -187,6 +192,21 @@ class World:
         self.allow_pickle = met.allow_pickle
         self.rank_0_hosts = met.options.get("rank 0 hosts") is True
         self._decider = met.decider
+
+    async def hear_launcher(self, environ: Mapping[str, str]) -> None:
+        """From now on the launcher of this host tells, if there is one, whose hosts are gone."""
+        self._launcher = await hear_losses(self.rank, self.world_size, environ, self._host_lost)
+
+    def _host_lost(self, ranks: range, why: str) -> None:
+        for rank in ranks:
+            if self.mesh.is_reached(rank) if self.closed else rank != self.rank and rank < self.world_size:
+                self.mesh.break_pair(rank, ConnectionError(why))
+                self._store_in_doubt = True  # it may be there as well
+                self._rendezvous.hurry()
+
+    def _hear_launcher_no_more(self) -> None:
+        if self._launcher is not None:
+            self._launcher.close()
 
     def pass_on_addresses(self) -> None:
         """Tell the ranks below this one in the tree where all ranks listen, unless the store has told them."""
@@ -368,7 +388,13 @@ class World:
             if self._source.server is not None:
                 await self._rendezvous.wait_for_goodbyes(self.lost)
         finally:
-            await self._source.close()
+            self._hear_launcher_no_more()
+            await self._close_store()
+
+    async def _close_store(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DOUBTFUL_STORE_S if self._store_in_doubt else None):
+                await self._source.close()
 
     def hurry(self) -> None:
         """Leaving was cancelled: end it soon, without waiting for others to leave."""
@@ -382,11 +408,12 @@ class World:
             try:
                 await self.resign()
             finally:
-                await self._source.close()
+                await self._close_store()
 
     async def resign(self) -> None:
         """The same, but leaving the store open."""
         self.closed = True
+        self._hear_launcher_no_more()
         self.mesh.abort()
         await self._leave_words()
         await self._rendezvous.resign()

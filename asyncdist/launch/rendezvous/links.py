@@ -7,6 +7,9 @@ to it, proven by a key that node 0 draws and tells them in the job's store. Keys
     there/<node>/heard        bound to a lease that the launcher renews: it goes when that is silent for too long
     bye/<node>                this node needs the others no longer
 
+Whoever hears nothing from that store asks some of the other launchers directly, each of which hosts a store as well: if
+none of them answers either, not node 0 is gone, but this host is cut off.
+
 While the launchers of an elastic job meet, the job's store itself tells which was killed (`Presence`). A launcher that
 is stopped, or whose host is down, breaks no connection: its silence tells, much later. Keys, among those of the store's
 job: `here/<member>`, bound to the launcher's connection, set before it joins and gone only after it has left, so that a
@@ -22,7 +25,7 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from asyncdist.errors import DistError, LaunchError, StoreTimeoutError
 from asyncdist.launch.failure import Record
@@ -36,7 +39,18 @@ if TYPE_CHECKING:
     from asyncdist.store.lease import Lease
     from asyncdist_server import ThreadedServer
 
-__all__ = ["PRESENCE_GRACE_S", "LinkHost", "LinkPlace", "Links", "Presence", "beside", "first_done", "open_link"]
+__all__ = [
+    "CUT_OFF",
+    "PRESENCE_GRACE_S",
+    "LinkHost",
+    "LinkPlace",
+    "Links",
+    "OnLost",
+    "Presence",
+    "beside",
+    "first_done",
+    "open_link",
+]
 
 BYE_TIMEOUT_S: Final = 5.0
 """How long node 0 waits for the goodbyes of the others, and another node for its own to arrive."""
@@ -47,13 +61,24 @@ OPEN_TIMEOUT_S: Final = 20.0
 _WORD_TIMEOUT_S: Final = 5.0
 """A word about a loss or a failure is tried for this long; the others notice a silent launcher by themselves."""
 
-_GIVEN_UP_TIMEOUT_S: Final = 1.0
-"""If the launcher of node 0 answers within this, it lives, and this launcher was the silent one."""
+_ANSWER_TIMEOUT_S: Final = 1.0
+"""A launcher that is there answers within this: it does nothing but wait."""
 
+_ASKED: Final = 3
+"""This many others are asked whether they are there, far apart: nodes with numbers close by may hang on one switch."""
+
+CUT_OFF: Final = "reaches no other node"
+"""What is said of a host whose launcher no other one answers."""
 
 PRESENCE_GRACE_S: Final = 1.0
 """A launcher only waits, and makes a broken connection anew within milliseconds; one that does not was killed (a daemon
 that comes back waits longer for its clients). One that was merely slow finds itself expelled, and joins anew."""
+
+OnGone: TypeAlias = Callable[[int | None, str], Awaitable[None]]
+"""Hears which launcher is gone, and why."""
+
+OnLost: TypeAlias = Callable[[int, str], None]
+"""Is told which node is lost, and why; of this one that it is, for the others, with what is said of "this host"."""
 
 _HERE: Final = "here/"
 _MEMBERS: Final = "members/"
@@ -69,7 +94,7 @@ class LinkPlace:
 
 
 class LinkHost:
-    """Hosts the launchers' own store on this node, if `place` is asked for."""
+    """Hosts a store for the launchers on this node, if `place` is asked for: of node 0 the one they all use."""
 
     def __init__(self, job: StorePlace, config: LaunchConfig, environ: Mapping[str, str] = os.environ) -> None:
         self._job = job
@@ -138,13 +163,24 @@ async def open_link(place: LinkPlace) -> Store:
 
 
 class Links:
-    """This node's connection to the launcher that hosts the store of the launchers.
+    """This node's connection to the launcher of node `hub`, which hosts the store of the launchers.
 
-    A launcher is gone `grace_s` after its connection broke, or after `lost_after_s` of silence.
+    A launcher is gone `grace_s` after its connection broke, or after `lost_after_s` of silence. `places` are where the
+    launchers of all nodes answer, as far as they do; `open` connects to one.
     """
 
     def __init__(
-        self, store: Store, node: int, nnodes: int, *, grace_s: float, lost_after_s: float, root: str = ""
+        self,
+        store: Store,
+        node: int,
+        nnodes: int,
+        *,
+        grace_s: float,
+        lost_after_s: float,
+        root: str = "",
+        hub: int = 0,
+        places: Sequence[LinkPlace | None] = (),
+        open: Callable[[LinkPlace], Awaitable[Store]] = open_link,
     ) -> None:
         self.store = store
         self._node = node
@@ -155,8 +191,14 @@ class Links:
         self._there = f"{root}there/"
         self._bye = f"{root}bye/"
         self._heard: Lease | None = None
+        self._hub = hub
+        self._places = places
+        self._open = open
+        self._gone: set[int] = set()
         self._met = False
         self._unreachable = False
+        self.cut_off = False
+        """Whether this host reaches no other node."""
 
     @property
     def met(self) -> bool:
@@ -179,10 +221,10 @@ class Links:
                 f"the launchers of nodes {missing} did not connect to that of node 0 within {timeout_s:g} s"
             ) from None
 
-    async def watch(self, on_gone: Callable[[int | None, str], Awaitable[None]]) -> None:
+    async def watch(self, on_gone: OnGone) -> None:
         """After `meet`: call `on_gone(node, why)` of each launcher that is gone, until cancelled.
 
-        The node is None for the one that hosts, when that cannot be reached.
+        The node is None when the one that hosts cannot be reached, or none (`cut_off`).
         """
         try:
             async with self.store.watch(self._there) as watch, beside(self._watch_own(on_gone)):
@@ -190,33 +232,78 @@ class Links:
                 for node in range(self._nnodes):
                     for what in ("connected", "heard"):
                         if f"{self._there}{node}/{what}" not in there:
-                            await on_gone(node, self._why(what))
+                            await self._has_gone(node, what, on_gone)
                 async for event in watch:
                     number, what = event.key.removeprefix(self._there).split("/")
                     if event.kind == "expire":  # a launcher that leaves in good order deletes its keys
-                        await on_gone(int(number), self._why(what))
+                        await self._has_gone(int(number), what, on_gone)
         except DistError as error:
+            await self._out_of_touch(on_gone, str(error), cut_off=await self._reaches_nobody())
+
+    async def _has_gone(self, node: int, what: str, on_gone: OnGone) -> None:
+        """A key of `node` has gone."""
+        if self._unreachable:
+            return
+        self._gone.add(node)
+        if self._node == self._hub != node and await self._reaches_nobody():
+            return await self._out_of_touch(on_gone, "", cut_off=True)
+        why = "its launcher was killed, or cannot reach the others" if what == "connected" else self._silent
+        await on_gone(node, self._given_up if node == self._node else why)
+
+    @property
+    def _silent(self) -> str:
+        doubt = " (or this host is cut off)" if self._nnodes == 2 else ""  # there is no third one to ask
+        return f"no sign of life for {self._lost_after_s:g} s{doubt}"
+
+    @property
+    def _given_up(self) -> str:
+        return f"was silent for {self._lost_after_s:g} s, and the others gave it up"
+
+    async def _out_of_touch(self, on_gone: OnGone, why: str, *, cut_off: bool) -> None:
+        """The launchers' store cannot be reached, or only by this node, which hosts it."""
+        if not self._unreachable:
             self._unreachable = True
-            await on_gone(None, str(error))
+            self.cut_off = cut_off
+            await on_gone(None, CUT_OFF if cut_off else why)
 
-    def _why(self, what: str) -> str:
-        if what == "connected":
-            return "its launcher was killed, or cannot reach the others"
-        return f"no sign of life for {self._lost_after_s:g} s"
-
-    async def _watch_own(self, on_gone: Callable[[int | None, str], Awaitable[None]]) -> None:
-        assert self._heard is not None
-        why = await self._heard.wait_lost()
+    async def _reaches_nobody(self) -> bool:
+        """Whether no launcher answers of those that are not gone yet, the hub's aside; False if none can be asked."""
+        skipped = {self._node, self._hub, *self._gone}
+        others = [place for node, place in enumerate(self._places) if place is not None and node not in skipped]
+        step = max(1, len(others) // _ASKED)
+        tasks = [asyncio.create_task(self._answers(place)) for place in others[self._node % step :: step][:_ASKED]]
         try:
-            async with asyncio.timeout(_GIVEN_UP_TIMEOUT_S):
-                await self.store.check([self._there])
-        except (DistError, TimeoutError):
-            self._unreachable = True
-            await on_gone(None, why)
+            for answer in asyncio.as_completed(tasks):
+                if await answer:
+                    return False
+            return bool(tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _answers(self, place: LinkPlace) -> bool:
+        with contextlib.suppress(DistError, TimeoutError):
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                await (await self._open(place)).close()
+                return True
+        return False
+
+    async def _watch_own(self, on_gone: OnGone) -> None:
+        assert self._heard is not None
+        await self._heard.wait_lost()
+        hub_answers, nobody_does = await asyncio.gather(self._hub_answers(), self._reaches_nobody())
+        if hub_answers:
+            await on_gone(self._node, self._given_up)
         else:
-            await on_gone(
-                self._node, f"its launcher was silent for {self._lost_after_s:g} s, and the others gave it up"
-            )
+            await self._out_of_touch(on_gone, self._silent, cut_off=nobody_does)
+
+    async def _hub_answers(self) -> bool:
+        with contextlib.suppress(DistError, TimeoutError):
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                await self.store.check([self._there])
+                return True
+        return False
 
     async def say(self, key: str, word: Record) -> bool:
         """Write a word for all launchers, unless there is one; return whether there is one. Bounded; never raises."""

@@ -12,7 +12,7 @@ Keys in the job's store, under `launch/<job id>/`:
     <n>/nnodes             how many nodes there are, in the words of the first that came
     <n>/seats              counter; deals out node ranks
     <n>/claim/<node>       counter; two launchers that claim one node rank both see it
-    <n>/node/<node>        JSON: how many workers, which host; of node 0 also what the run is called, and its LinkPlace
+    <n>/node/<node>        JSON: how many workers, which host; where its launcher answers; of node 0 the run's name
     <n>/present/<node>     the node has seen all others
     <n>/verdict            `together`, or why not; written once
 
@@ -39,7 +39,7 @@ from asyncdist.concurrency.deadline import Deadline
 from asyncdist.errors import DistError, LaunchError, StoreTimeoutError
 from asyncdist.launch.config import DEFAULT_LOST_AFTER_S
 from asyncdist.launch.failure import Failure
-from asyncdist.launch.rendezvous.links import LinkHost, LinkPlace, Links, beside, first_done, open_link
+from asyncdist.launch.rendezvous.links import CUT_OFF, LinkHost, LinkPlace, Links, OnLost, beside, first_done, open_link
 from asyncdist.launch.worker import Roster
 
 if TYPE_CHECKING:
@@ -59,9 +59,9 @@ _TOGETHER: Final = b"together"
 ENDED_WELL: Final = b"ok"
 """How an attempt ended on a node whose workers have all ended with 0."""
 
-PRESENCE_GRACE_S: Final = 5.0
-"""A launcher whose connection broke makes it anew within a second or two. One that was merely slow has cost the job,
-which cannot go on with fewer nodes, so this is more than what an elastic one allows."""
+PRESENCE_GRACE_S: Final = 2.0
+"""A launcher whose connection broke makes it anew within a second. One that was merely slow has cost the job, which
+cannot go on with fewer nodes, so this is more than what an elastic one allows."""
 
 _FORGET_TIMEOUT_S: Final = 5.0
 
@@ -83,8 +83,8 @@ class Meeting:
         self.keys = self._root
         self.hosts: list[str] = []
         """The names of all nodes, once they have met."""
-        self.link: LinkPlace | None = None
-        """Where the launchers reach each other then, if not in the job's store."""
+        self.places: list[LinkPlace | None] = []
+        """Where the launchers answer then; not where that of node 0 hosts the job's store."""
 
     async def join(self, node_rank: int | None, nproc: int, host: str, timeout_s: float) -> Roster:
         """Take a node rank and wait for the other nodes.
@@ -102,12 +102,15 @@ class Meeting:
                 if mine is None:
                     await self._until_decided(deadline)
                 else:
-                    entry = {"nproc": nproc, "host": host} | (await self._for_all() if mine == 0 else {})
+                    entry = {"nproc": nproc, "host": host, "link": None}
+                    if self._link_host is not None:
+                        entry["link"] = asdict(await self._link_host.place())
+                    if mine == 0:
+                        entry["run_id"] = await self._run_id()
                     entries = await self._meet(mine, entry, deadline, timeout_s)
                     if entries is not None:
                         self.hosts = [each["host"] for each in entries]
-                        link = entries[0]["link"]
-                        self.link = None if link is None else LinkPlace(**link)
+                        self.places = [LinkPlace(**each["link"]) if each["link"] else None for each in entries]
                         return Roster(mine, tuple(each["nproc"] for each in entries), entries[0]["run_id"])
             except _ContradictionError as error:
                 # The other launcher may have been killed, or be of an earlier run. If not, both will meet again.
@@ -207,11 +210,6 @@ class Meeting:
         """Write the verdict, unless there is one; return it."""
         return await self._store.compare_set(self.keys + "verdict", b"", word)
 
-    async def _for_all(self) -> dict[str, Any]:
-        """What node 0 says for all nodes."""
-        link = None if self._link_host is None else asdict(await self._link_host.place())
-        return {"run_id": await self._run_id(), "link": link}
-
     async def _run_id(self) -> str:
         """What node 0 calls the run: the job id, and a number when the store has seen it before."""
         if not self._job_id:
@@ -245,6 +243,7 @@ class Nodes:
         self._lost_after_s = lost_after_s
         self._links: Links | None = None
         self._roster: Roster | None = None
+        self._hub = 0
         self._lost = False
         self._killed: set[int] = set()
         self._news = asyncio.Event()  # a launcher is gone
@@ -252,13 +251,18 @@ class Nodes:
     async def join(self, node_rank: int | None, nproc: int, host: str, timeout_s: float) -> Roster:
         """Take a node rank and wait for the other nodes; see `Meeting.join`."""
         self._roster = roster = await self._meeting.join(node_rank, nproc, host, timeout_s)
+        places = self._meeting.places
+        self._hub = places.index(None) if None in places else 0  # a launcher that hosts the job's store needs no other
+        hub = places[self._hub]
         self._links = Links(
-            self.store if self._meeting.link is None else await open_link(self._meeting.link),
+            self.store if hub is None else await open_link(hub),
             roster.node_rank,
             self._nnodes,
             grace_s=PRESENCE_GRACE_S,
             lost_after_s=self._lost_after_s,
             root=self._meeting.keys,
+            hub=self._hub,
+            places=places,
         )
         if self._nnodes > 1:
             await self._links.meet()
@@ -267,6 +271,11 @@ class Nodes:
     @property
     def _root(self) -> str:
         return self._meeting.keys
+
+    @property
+    def hosts(self) -> list[str]:
+        """The names of all nodes' hosts."""
+        return self._meeting.hosts
 
     @property
     def words(self) -> Store:
@@ -280,25 +289,37 @@ class Nodes:
         await self._links.say(f"{attempt}/failed", failure)
 
     @asynccontextmanager
-    async def watching(self, attempt: int, on_failure: Callable[[Failure], None]) -> AsyncIterator[None]:
-        """While inside, call `on_failure` if any node fails, goes silent, or cannot be reached."""
+    async def watching(
+        self, attempt: int, on_failure: Callable[[Failure], None], on_lost: OnLost = lambda node, why: None
+    ) -> AsyncIterator[None]:
+        """While inside, call `on_failure` if any node fails, goes silent, or cannot be reached.
+
+        `on_lost(node, why)` is called before that if a node is lost; of this one if the others are.
+        """
         assert self._links is not None
         watches = [self._await_failure(attempt, on_failure)]
         if self._links.met:  # there are others
-            watches.append(self._links.watch(partial(self._was_lost, attempt, on_failure)))
+            watches.append(self._links.watch(partial(self._was_lost, attempt, on_failure, on_lost)))
         async with beside(*watches):
             yield
 
-    async def _was_lost(self, attempt: int, on_failure: Callable[[Failure], None], node: int | None, why: str) -> None:
+    async def _was_lost(
+        self, attempt: int, on_failure: Callable[[Failure], None], on_lost: OnLost, node: int | None, why: str
+    ) -> None:
         """Stop waiting for a launcher that is gone, and report it, unless all of its workers had ended well."""
         if node is None:
-            on_failure(self.unreachable(why))
+            failure = self.unreachable(why)
+            on_lost(failure.node, why)
+            on_failure(failure)
             return
         is_done = await self._ended_well(attempt, node)
         self._killed.add(node)
         self._news.set()
         if not is_done:
-            await self.report_failure(attempt, self._of_node(node, why))
+            assert self._roster is not None
+            own = node == self._roster.node_rank
+            await self.report_failure(attempt, self._of_node(node, f"this host {why}" if own else why))
+            on_lost(node, why)
 
     async def _ended_well(self, attempt: int, node: int) -> bool:
         with contextlib.suppress(DistError):
@@ -309,7 +330,9 @@ class Nodes:
         try:
             record = await self.words.get(f"{self._root}{attempt}/failed", timeout=None)
         except DistError as error:
-            on_failure(self.unreachable(error))
+            assert self._links is not None
+            if not self._links.met:  # else the watch of the others fails as well, and finds out more
+                on_failure(self.unreachable(error))
         else:
             on_failure(Failure.from_json(record))
 
@@ -325,9 +348,11 @@ class Nodes:
         """Remember that the others cannot be reached, and return that as a failure."""
         self._lost = True
         self._news.set()
-        if self._meeting.link is None:
+        if self._links is not None and self._links.cut_off:
+            return self.own_failure(f"this host {CUT_OFF}")
+        if not any(self._meeting.places):  # perhaps no launcher hosts it
             return self.own_failure(f"the connection to the job's store was lost: {why}")
-        return self._of_node(0, f"its launcher was killed, or cannot be reached: {why}")
+        return self._of_node(self._hub, why)
 
     async def end(self, attempt: int, outcome: bytes) -> None:
         """Say how this node's attempt ended and wait, without limit, for all nodes to say it (if they can be reached).

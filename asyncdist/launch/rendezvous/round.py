@@ -20,12 +20,12 @@ import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, Self, TypeVar
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
 
 from asyncdist.errors import DistError, DistStoreError, LeaseLostError, StoreTimeoutError, WatchCompactedError
 from asyncdist.launch.failure import Conclusion, End, Record, conclude
-from asyncdist.launch.rendezvous.links import PRESENCE_GRACE_S, LinkPlace, Links, Presence, beside
+from asyncdist.launch.rendezvous.links import PRESENCE_GRACE_S, LinkPlace, Links, OnLost, Presence, beside
 from asyncdist.store.member import MemberEvent
 
 if TYPE_CHECKING:
@@ -43,28 +43,34 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Entry(Record):
-    """What a node brings along."""
+    """What a node brings along; `link` are the fields of the `LinkPlace` where its launcher answers."""
 
     nproc: int
     host: str
     restarts: int
     after: int = -1
+    link: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan(Record):
-    """What all nodes of a round do: its number in the run, restarts until now, and each node's workers."""
+    """What all nodes of a round do: its number in the run, restarts until now, each node's workers and its link."""
 
     number: int
     restarts: int
     nprocs: tuple[int, ...]
-    link: LinkPlace
+    links: tuple[LinkPlace, ...]
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
         """What node 0 wrote."""
         fields = json.loads(text)
-        return cls(fields["number"], fields["restarts"], tuple(fields["nprocs"]), LinkPlace(**fields["link"]))
+        return cls(
+            fields["number"],
+            fields["restarts"],
+            tuple(fields["nprocs"]),
+            tuple(LinkPlace(**each) for each in fields["links"]),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +99,7 @@ class Round:
         self._root = ""
         self._all_know = False  # that a node is gone, so that they meet again whatever this one says
         self._on_stop: Callable[[Stop], None] = lambda why: None
+        self._on_lost: OnLost = lambda node, why: None
         self._void = False
         self._followed = False  # what the membership tells of the others
         self._news = asyncio.Event()
@@ -101,6 +108,8 @@ class Round:
         self.members = tuple(member.members)
         self.gone: dict[int, Literal["left", "lost"]] = {}
         """Nodes that have left or were lost, and which of it."""
+        self.silent: list[str] = []
+        """Names of those for which the store would wait, as it has not missed them yet."""
         self._killed: set[str] = set()
 
     def described(self, rank: int) -> str:
@@ -108,13 +117,16 @@ class Round:
         return f"node {rank} ({shown(self.members[rank])})"
 
     @asynccontextmanager
-    async def watched(self, on_stop: Callable[[Stop], None]) -> AsyncIterator[None]:
+    async def watched(
+        self, on_stop: Callable[[Stop], None], on_lost: OnLost = lambda node, why: None
+    ) -> AsyncIterator[None]:
         """While inside, follow what becomes of the other nodes; `on_stop` is called when workers must be stopped.
 
-        It is called again if this node is found to be no member any more.
+        It is called again if this node is found to be no member any more. `on_lost(node, why)` is called before that if
+        the launchers' connections tell that a node is lost; of this one if the others are.
         """
 
-        self._on_stop = on_stop
+        self._on_stop, self._on_lost = on_stop, on_lost
         async with beside(
             self._while_store_answers(self._watch_members),
             self._while_store_answers(self._watch_presence),
@@ -148,7 +160,7 @@ class Round:
         """Connect to the launcher of node 0; None if a node went meanwhile."""
         self._root = f"{plan.number}/"
         try:
-            store = await self._while_member(self._rounds.host.open(plan.link), until=lambda: bool(self.gone))
+            store = await self._while_member(self._rounds.host.open(plan.links[0]), until=lambda: bool(self.gone))
             if store is None:
                 return None
             self._links = Links(
@@ -158,6 +170,8 @@ class Round:
                 grace_s=min(PRESENCE_GRACE_S, self._lost_after_s),
                 lost_after_s=self._lost_after_s,
                 root=self._root,
+                places=plan.links,
+                open=self._rounds.host.open,
             )
             await self._while_member(self._links.meet(), until=lambda: bool(self.gone))
         except DistError:  # perhaps as the launcher of node 0, which hosts that store, has just been killed
@@ -183,6 +197,7 @@ class Round:
 
     async def agree(self, entry: Entry) -> Plan | None:
         """Return what all nodes do; None if they must meet again before that."""
+        entry = replace(entry, link=asdict(await self._rounds.host.place()))
         await self._while_member(self._store.set(f"{self._keys}node/{self.rank}", entry.to_json()))
         if self.rank == 0:
             keys = [f"{self._keys}node/{rank}" for rank in range(len(self.members))]
@@ -196,7 +211,7 @@ class Round:
                 max(number, *(each.after + 1 for each in entries)),  # the counter is gone when the store lost its data
                 max(each.restarts for each in entries),
                 tuple(each.nproc for each in entries),
-                await self._rounds.host.place(),
+                tuple(LinkPlace(**each.link) for each in entries),
             )
             await self._while_member(self._store.set(self._keys + "plan", plan.to_json()))
             return plan
@@ -344,12 +359,21 @@ class Round:
             await self.stop(Stop("joined", f"another node joins ({shown(event.member)})"))
 
     async def _on_gone(self, node: int | None, why: str) -> None:
-        """A launcher is gone, as the launchers' own connections tell."""
-        rank = 0 if node is None else node
-        if rank not in self.gone:
-            self.gone[rank] = "lost"
+        """A launcher is gone, or all others, as the launchers' own connections tell."""
+        assert self._links is not None
+        others = [rank for rank in range(len(self.members)) if rank != self.rank]
+        lost = others if self._links.cut_off else [0 if node is None else node]
+        own = self._links.cut_off or lost == [self.rank]
+        text = (
+            f"this host, {self.described(self.rank)}, {why}" if own else f"{self.described(lost[0])} was lost ({why})"
+        )
+        self._on_lost(self.rank if own else lost[0], why)
+        if not own:
+            self.silent.append(self.members[lost[0]])
+        if not all(rank in self.gone for rank in lost):
+            self.gone |= dict.fromkeys(lost, "lost")
             self._news.set()
-            await self.stop(Stop("lost", f"{self.described(rank)} was lost ({why})"))
+            await self.stop(Stop("lost", text))
 
     async def _ending(self) -> bool:
         """Whether some node's workers have ended: the job is ending, or all are about to meet again in any case."""

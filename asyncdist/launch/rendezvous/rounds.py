@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
@@ -45,6 +45,9 @@ __all__ = ["JobOverError", "Outcome", "Rounds"]
 
 _LEAVE_TIMEOUT_S: Final = 5.0
 """Leaving is tried for this long; the others notice a silent launcher by themselves."""
+
+_EXPEL_TIMEOUT_S: Final = 1.0
+"""A member that cannot be taken out at once goes when its lease ends."""
 
 _MAY_BE_HOSTED: Final = (
     ". If a launcher of the job hosted it, the job ends with that launcher; a standing daemon (asyncdist-server, "
@@ -87,6 +90,7 @@ class Rounds:
         self._join_timeout_s = config.join_timeout_s
         self._last_call_s = config.last_call_s
         self.lost_after_s = config.lost_after_s
+        self._expelled_after_s = config.expelled_after_s
         self._root = f"launch/{config.job_id or 'default'}/"
         self._member: Membership | None = None
         self._presence: Presence | None = None
@@ -104,6 +108,7 @@ class Rounds:
         """
         if self._round is not None:
             self._losses += [f"{self._round.described(rank)}, {kind}" for rank, kind in self._round.gone.items()]
+            await self._expel(self._round.silent)
         await self.outage.wait(self._store, self._patience_s, self._hint)
         if self._member is None:
             self._member = await self._join()
@@ -183,9 +188,16 @@ class Rounds:
             self._join_timeout_s,
             name=presence.name,
             settle=self._last_call_s,
-            grace=self.lost_after_s,
+            grace=self._expelled_after_s,
             bound=False,  # a launcher that is stopped, or whose host is down, breaks no connection
         )
+
+    async def _expel(self, names: Collection[str]) -> None:
+        """Take members that are lost out of the run, if the store answers. Bounded; never raises."""
+        assert self._presence is not None
+        with contextlib.suppress(DistError, TimeoutError):
+            async with asyncio.timeout(_EXPEL_TIMEOUT_S):
+                await asyncio.gather(*(self._store.expel(self._presence.job, name) for name in names))
 
     async def enter_again(self) -> Membership:
         """Become a member, by the same name, of a store that came back without its data. Raises DistError."""

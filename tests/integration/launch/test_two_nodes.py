@@ -18,9 +18,11 @@ import pytest
 from jobs import free_port
 from launching import DEADLINE_S, is_alive, pids_in, run, running, until, write_script
 
-from asyncdist.launch.config import DEFAULT_LOST_AFTER_S
 from asyncdist_server import serve_in_thread
 from asyncdist_server.wire.auth import new_token
+
+SILENCE_S = 30
+"""A silence that no launcher reaches in a test of something faster."""
 
 SHOW = """
     import json, os
@@ -185,14 +187,15 @@ def test_an_interrupt_of_one_node_ends_the_other(tmp_path: Path, port: int) -> N
 
 def test_a_launcher_that_is_killed_ends_the_job_long_before_its_silence_would(tmp_path: Path, port: int) -> None:
     script = write_script(tmp_path, READY + "    ready()\n    wait_for_signals()\n")
-    common = ["--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{port}", "--grace=0.2"]
+    patient = f"--rdzv-conf=keep_alive_interval={SILENCE_S},keep_alive_max_attempt=1"
+    common = ["--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{port}", "--grace=0.2", patient]
     both = [[*common, f"--node-rank={node}", script, str(tmp_path)] for node in range(2)]
     with nodes(*both, limits="asyncdist.launch.rendezvous.nodes:PRESENCE_GRACE_S=1") as launched:
         pids = pids_in(tmp_path, 2)
         launched[1].kill()
         begun_s = time.monotonic()
         returncode, _, stderr = outcome(launched[0])
-    assert time.monotonic() - begun_s < DEFAULT_LOST_AFTER_S
+    assert time.monotonic() - begun_s < SILENCE_S
     assert returncode == 1
     assert f"node 1 (host {socket.gethostname()}): its launcher was killed" in stderr
     until(lambda: not any(is_alive(pid) for pid in pids), "all workers to end")

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from asyncdist.launch.config import DEFAULT_LAST_CALL_S, DEFAULT_LOST_AFTER_S, RdzvTimes, parse_rdzv_conf
+from asyncdist.launch.config import RdzvTimes, parse_rdzv_conf
 
 
 def test_times() -> None:
-    assert parse_rdzv_conf("") == RdzvTimes(None, DEFAULT_LAST_CALL_S, DEFAULT_LOST_AFTER_S)
-    assert parse_rdzv_conf("join_timeout=7, last_call_timeout = 0.5") == RdzvTimes(7.0, 0.5, DEFAULT_LOST_AFTER_S)
-    assert parse_rdzv_conf("keep_alive_interval=2").lost_after_s == 8.0
-    assert parse_rdzv_conf("keep_alive_max_attempt=3").lost_after_s == 15.0
-    assert parse_rdzv_conf("keep_alive_interval=2,keep_alive_max_attempt=3").lost_after_s == 6.0
+    assert parse_rdzv_conf("") == RdzvTimes(None, None, None)
+    assert parse_rdzv_conf("join_timeout=7, last_call_timeout = 0.5") == RdzvTimes(7.0, 0.5, None)
+    assert parse_rdzv_conf("keep_alive_interval=2").keep_alive_s == 8.0
+    assert parse_rdzv_conf("keep_alive_max_attempt=3").keep_alive_s == 15.0
+    assert parse_rdzv_conf("keep_alive_interval=2,keep_alive_max_attempt=3").keep_alive_s == 6.0
 
 
 def test_what_is_not_used_is_named() -> None:

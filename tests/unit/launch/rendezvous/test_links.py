@@ -1,15 +1,18 @@
-"""Where the launchers' own store listens, and where the others are told that it does."""
+"""Where the launchers' own store listens, and what they find out by it when a host is cut off."""
 
 from __future__ import annotations
 
+import asyncio
 import socket
+from contextlib import AsyncExitStack
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from asyncdist.errors import LaunchError
-from asyncdist.launch.rendezvous.links import LinkHost, LinkPlace, open_link
+from asyncdist.errors import DistStoreError, LaunchError
+from asyncdist.launch.rendezvous.links import CUT_OFF, LinkHost, LinkPlace, Links, beside, open_link
+from asyncdist.store import HashStore
 
 LOOPBACK = SimpleNamespace(endpoint=SimpleNamespace(host="127.0.0.1", port=1), interface=None)
 
@@ -42,3 +45,74 @@ async def test_the_others_are_told_the_advertised_address() -> None:
         await (await open_link(LinkPlace("127.0.0.1", place.port, place.key))).close()
     finally:
         await links.close()
+
+
+class Trio:
+    """The launchers of three nodes, with the store of node 0; `cut` hosts answer nobody."""
+
+    def __init__(self) -> None:
+        first = HashStore()
+        self.cut: set[int] = set()
+        self.links = [self._link(node, first if node == 0 else first.clone()) for node in range(3)]
+        self.heard: list[asyncio.Queue[tuple[int | None, str]]] = [asyncio.Queue() for _ in range(3)]
+
+    def _link(self, node: int, store: HashStore) -> Links:
+        async def connect(place: LinkPlace) -> HashStore:
+            if (node in self.cut) != (place.port in self.cut):
+                raise LaunchError("no answer")
+            return HashStore()
+
+        places = [LinkPlace("h", port, "key") for port in range(3)]
+        return Links(store, node, 3, grace_s=60.0, lost_after_s=0.15, places=places, open=connect)
+
+    def cut_off(self, node: int) -> None:
+        """No request of the host gets an answer any more, nor does one of others at a store that it hosts."""
+        self.cut.add(node)
+        for number, links in enumerate(self.links):
+            store: Any = links.store
+            if (number == node) != (node == 0):
+                store.lease_keeper._ask = lambda *_: asyncio.get_running_loop().create_future()
+                store.check = self._no_answer
+
+    async def _no_answer(self, keys: list[str]) -> bool:
+        raise DistStoreError("no answer")
+
+    async def watched(self, stack: AsyncExitStack, victim: int | None = None) -> None:
+        """All have met, and watch; who is about to be cut off from the store will see nothing there."""
+        await asyncio.gather(*(links.meet() for links in self.links))
+        for number, (links, heard) in enumerate(zip(self.links, self.heard, strict=True)):
+
+            async def on_gone(node: int | None, why: str, heard: Any = heard) -> None:
+                heard.put_nowait((node, why))
+
+            sees_nothing = number != 0 and victim in (0, number)
+            watch = links._watch_own(on_gone) if sees_nothing else links.watch(on_gone)
+            await stack.enter_async_context(beside(watch))
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+async def test_a_host_that_is_cut_off_knows_it_and_the_others_name_it(victim: int) -> None:
+    trio = Trio()
+    async with asyncio.timeout(60), AsyncExitStack() as stack:
+        await trio.watched(stack, victim)
+        trio.cut_off(victim)
+        for node in range(3):
+            gone, why = await trio.heard[node].get()
+            if node == victim:
+                assert (gone, why, trio.links[node].cut_off) == (None, CUT_OFF, True)
+            else:
+                assert (gone, why) == (None if victim == 0 else victim, "no sign of life for 0.15 s")
+                assert not trio.links[node].cut_off
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert trio.heard[victim].empty()  # the others are not named one by one
+
+
+async def test_a_host_that_was_only_silent_learns_that_it_was_given_up() -> None:
+    trio = Trio()
+    async with asyncio.timeout(60), AsyncExitStack() as stack:
+        await trio.watched(stack)
+        silent: Any = trio.links[1].store
+        silent.lease_keeper._ask = lambda *_: asyncio.get_running_loop().create_future()
+        assert await trio.heard[2].get() == (1, "no sign of life for 0.15 s")
+        assert await trio.heard[1].get() == (1, "was silent for 0.15 s, and the others gave it up")

@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -256,7 +257,9 @@ async def test_a_plan_that_only_one_node_saw_before_a_loss_holds_nobody_up(clust
                 await stack.enter_async_context(by_rank[rank][1].watched(lambda why, at=rank: stopped[at].set()))
             entries = [asyncio.create_task(by_rank[rank][1].agree(Entry(1, "h", 0))) for rank in (0, 1)]
             dead = by_rank[2][1]
-            await dead._store.set(f"{dead._keys}node/2", '{"nproc": 1, "host": "h", "restarts": 0}')
+            await dead._store.set(
+                f"{dead._keys}node/2", Entry(1, "h", 0, link=asdict(LinkPlace("h", 0, "key"))).to_json()
+            )
             assert await entries[0] is not None
             await by_rank[2][0].store.close()
             await asyncio.gather(*(event.wait() for event in stopped))

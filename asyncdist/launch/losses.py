@@ -1,0 +1,91 @@
+"""Tells the ranks of this host which ranks the launchers have lost.
+
+The launcher runs no code of the user's, so it always hears of a lost host in time; its ranks hear of it over a Unix
+socket. Whoever connects gets a line of JSON for each loss: `{"ranks": [[first, last + 1], ...], "why": text}`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import socket
+import struct
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Final
+
+__all__ = ["Losses"]
+
+_BACKLOG: Final = 4096
+"""As many ranks as a node may have: all connect at one moment, and one that is refused hears of no loss."""
+
+_CREDENTIALS: Final = struct.Struct("3i")
+
+
+class Losses:
+    """The socket, until `close`. `address` is its name, where `@` stands for the zero byte of an abstract one."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._folder: str | None = None
+        if sys.platform == "linux":  # nothing is left behind after kill -9
+            self.address = f"@asyncdist-{secrets.token_hex(16)}"
+        else:
+            self._folder = tempfile.mkdtemp(prefix="asyncdist-")
+            self.address = os.path.join(self._folder, "losses")
+        self._told: list[bytes] = []
+        self._ranks: list[socket.socket] = []
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(self.address.replace("@", "\0", 1) if self._folder is None else self.address)
+        self._listener.listen(_BACKLOG)
+        self._listener.setblocking(False)
+        self._loop.add_reader(self._listener, self._accept)
+
+    def tell(self, ranks: Sequence[tuple[int, int]], why: str) -> None:
+        """Tell all ranks of the attempt, also those that connect later, that these ranges of ranks are lost."""
+        line = json.dumps({"ranks": ranks, "why": why}).encode() + b"\n"
+        self._told.append(line)
+        for rank in self._ranks:
+            _send(rank, line)
+
+    def forget(self) -> None:
+        """Another attempt begins: what was lost in the last one does not concern its ranks."""
+        self._told.clear()
+        while self._ranks:
+            self._ranks.pop().close()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self.forget()
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # it has gone again
+            rank, _ = self._listener.accept()
+            if not _is_ours(rank):
+                return rank.close()
+            rank.setblocking(False)
+            self._ranks.append(rank)
+            for line in self._told:
+                _send(rank, line)
+
+
+def _send(rank: socket.socket, line: bytes) -> None:
+    with contextlib.suppress(OSError):  # it has ended, or reads nothing: a few lines always fit
+        rank.send(line)
+
+
+def _is_ours(sock: socket.socket) -> bool:
+    """Whether a process of our own user has connected: an abstract name has no owner."""
+    if sys.platform != "linux":
+        return True
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return bool(_CREDENTIALS.unpack(credentials)[1] == os.geteuid())
