@@ -33,9 +33,9 @@ help:
 	@echo "                simulated worlds, daemons and networks (SEEDS=2000)"
 	@echo "make soak       run random operations on ranks that are stopped at random (OPERATIONS=1000000), kill ranks"
 	@echo "                at random instants and ask the others (KILLS=200), run random programs on ranks"
-	@echo "                that are killed, stopped or leave (SECONDS=600), send random messages of which many are"
-	@echo "                withdrawn (SECONDS=600 on each transport), kill the store's daemon under load and judge"
-	@echo "                every answer (KILLS=200)"
+	@echo "                that are killed, stopped or leave (SECONDS=600), cut hosts off (as root), send random messages"
+	@echo "                of which many are withdrawn (SECONDS=600 on each transport), kill the store's daemon under"
+	@echo "                load and judge every answer (KILLS=200)"
 	@echo "                and fuzz both doors of the store daemon (FRAMES=1000000 at each)"
 	@echo "make multinode  run jobs on several hosts, namespaces and containers, that are killed, stopped, cut off, late or"
 	@echo "                wrong, docker-compose.yml, and a Slurm (as root; installs Debian's docker and Slurm when missing)"
@@ -117,6 +117,7 @@ soak: $(VENV)/.dev
 	$(BIN)/python tests/soak/kill_soak.py --kills $(KILLS)
 	$(BIN)/python tests/soak/checkpoint_soak.py --kills 50
 	for deaths in 1 2; do $(BIN)/python tests/soak/shrink_soak.py --trials 100 --deaths $$deaths || exit 1; done
+	$(BIN)/python tests/soak/vanish_soak.py --trials 6
 	$(BIN)/python tests/soak/spmd_soak.py --seconds $(SECONDS)
 	for transport in shm unix tcp; do \
 	  $(BIN)/python tests/soak/message_soak.py --seconds $(SECONDS) --transport $$transport || exit 1; done

@@ -129,8 +129,9 @@ def _unused(name: str, **more: Any) -> Option:
 @click.option(
     "--rdzv-conf",
     metavar="KEY=VALUE,...",
-    help="Times of an elastic job, in seconds: last_call_timeout (30), join_timeout, keep_alive_interval (5). A node "
-    "is lost after keep_alive_max_attempt (4) intervals of silence.",
+    help="Times of several nodes, in seconds: join_timeout, keep_alive_interval, last_call_timeout (30) of an elastic "
+    "job. A node is lost after keep_alive_max_attempt intervals of silence, by default after 3 s, or 20 s while an "
+    "elastic job's nodes meet.",
 )
 @click.option("--master-addr", help="The address of --rdzv-endpoint, as an option of its own.")
 @click.option(

@@ -1,10 +1,13 @@
 """A rank of tests/soak/vanish_soak.py: all_reduce without end, or something that keeps it from its loop; what it hears.
 
-vanish_rank.py reduce | compute SECONDS | hold SECONDS | idle SECONDS
+vanish_rank.py reduce | compute SECONDS | hold SECONDS | stop SECONDS
 """
 
 import asyncio
 import ctypes
+import os
+import signal
+import subprocess
 import sys
 import time
 
@@ -17,11 +20,12 @@ ELEMENTS = 1 << 17
 
 
 def occupy(how: str, seconds: float) -> None:
-    """Compute in pure Python, hold the interpreter's lock, or do nothing, without a turn of the loop."""
+    """Compute in pure Python, hold the interpreter's lock, or be stopped by a signal."""
     if how == "hold":
         ctypes.PyDLL(None).usleep(int(seconds * 1e6))  # PyDLL gives the lock to nobody
-    elif how == "idle":
-        time.sleep(seconds)
+    elif how == "stop":
+        subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
     else:
         until_s, count = time.monotonic() + seconds, 0
         while time.monotonic() < until_s:

@@ -238,7 +238,8 @@ class Links:
                     if event.kind == "expire":  # a launcher that leaves in good order deletes its keys
                         await self._has_gone(int(number), what, on_gone)
         except DistError as error:
-            await self._out_of_touch(on_gone, str(error), cut_off=await self._reaches_nobody())
+            why = f"its launcher was killed, or cannot be reached: {error}"
+            await self._out_of_touch(on_gone, why, cut_off=await self._reaches_nobody())
 
     async def _has_gone(self, node: int, what: str, on_gone: OnGone) -> None:
         """A key of `node` has gone."""

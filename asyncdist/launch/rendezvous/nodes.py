@@ -352,7 +352,7 @@ class Nodes:
             return self.own_failure(f"this host {CUT_OFF}")
         if not any(self._meeting.places):  # perhaps no launcher hosts it
             return self.own_failure(f"the connection to the job's store was lost: {why}")
-        return self._of_node(self._hub, why)
+        return self._of_node(self._hub, str(why))
 
     async def end(self, attempt: int, outcome: bytes) -> None:
         """Say how this node's attempt ended and wait, without limit, for all nodes to say it (if they can be reached).
