@@ -65,6 +65,9 @@ cannot go on with fewer nodes, so this is more than what an elastic one allows."
 
 _FORGET_TIMEOUT_S: Final = 5.0
 
+_CUT_OFF_CLOSE_S: Final = 0.5
+"""A store is given this long to take leave when the host of one does not answer any more."""
+
 
 class _ContradictionError(Exception):
     """Another launcher of this meeting says something else."""
@@ -386,9 +389,10 @@ class Nodes:
             with contextlib.suppress(DistError, TimeoutError):
                 async with asyncio.timeout(_FORGET_TIMEOUT_S):
                     await self._meeting.delete_keys()
-        if self.words is not self.store:
-            await self.words.close()
-        await self.store.close()
+        for store in dict.fromkeys((self.words, self.store)):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_CUT_OFF_CLOSE_S if self._lost else None):
+                    await store.close()
 
 
 def _now() -> float:
