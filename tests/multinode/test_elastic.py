@@ -88,7 +88,7 @@ def test_a_node_that_was_cut_off_comes_back_by_itself(hosts: Hosts) -> None:
     job.await_round(6)
     hosts.cut("node1")
     job.await_round(4)
-    hosts.until_said("node1", "was lost .*: stopping the workers$")
+    hosts.until_said("node1", "reaches no other node: stopping the workers$")
     hosts.mend("node1")
     job.await_round(6)
     nodes = ["node0", "node1", "node2"]

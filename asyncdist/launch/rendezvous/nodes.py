@@ -117,10 +117,10 @@ class Meeting:
                         return Roster(mine, tuple(each["nproc"] for each in entries), entries[0]["run_id"])
             except _ContradictionError as error:
                 # The other launcher may have been killed, or be of an earlier run. If not, both will meet again.
-                if await self._decide(str(error).encode()) != _TOGETHER:
-                    if contradicted:
-                        raise LaunchError(str(error)) from None
-                    contradicted = True
+                verdict = await self._decide(str(error).encode())
+                if contradicted:  # also where the others have begun without this launcher
+                    raise LaunchError(str(error)) from None
+                contradicted = verdict != _TOGETHER
             except asyncio.CancelledError:
                 with contextlib.suppress(DistError, TimeoutError):
                     async with asyncio.timeout(_GIVE_UP_TIMEOUT_S):

@@ -122,6 +122,23 @@ async def test_two_numbers_of_nodes_at_once_are_an_error() -> None:
     await asyncio.wait(joins)
 
 
+async def test_who_alone_expects_another_number_of_nodes_is_told_so_although_the_others_have_met() -> None:
+    store = HashStore()
+    first = join(store, 0)
+    await arrived(store, "0/node/0")
+    odd = Meeting(store.clone(), "job", 3)
+    next_meeting = odd._next_meeting
+
+    async def next_meeting_late() -> None:
+        await run_ids(first, join(store, 1))
+        await next_meeting()
+
+    odd._next_meeting = next_meeting_late  # type: ignore[method-assign]
+    async with asyncio.timeout(60):
+        with pytest.raises(LaunchError, match="expects 3 nodes, another one 2"):
+            await odd.join(None, 1, "h", 60.0)
+
+
 async def test_a_time_out_of_one_does_not_end_the_others() -> None:
     store = HashStore()
     patient, hasty = join(store, 0), join(store, 0, timeout_s=0.01)
