@@ -80,8 +80,7 @@ class NodePlace:
     whether the store has TLS. All ranks of a job have one `role`, which is for the script to read. With
     `virtual_local_rank` each worker sees only its GPU. `interface` is the network interface to use, if one was chosen.
     `restarts` is how many restarts an elastic job has had: its rounds, the attempts, may be more. Where several
-    launchers share a host, `first_local_rank` and `local_world_size` count the workers of all.
-    `restarts` is how many restarts an elastic job has had: its rounds, the attempts, may be more. `losses` is where the
+    launchers share a host, `first_local_rank` and `local_world_size` count the workers of all. `losses` is where the
     launcher tells of lost ranks (`Losses.address`).
     """
 
