@@ -111,8 +111,12 @@ class Shape(NamedTuple):
         return AT_HOME if self.one_host else Way(1.0, leaving, leaving)
 
     def partners(self, distance: int) -> Way:
-        """Between r and r xor `distance`, a power of two: within hosts while it is small."""
-        inside = self.one_host or self.ranks_per_host % (2 * distance) == 0
+        """Between positions r and r xor `distance`, a power of two: within hosts while it is small.
+
+        Where neighbors are folded, since the world is no power of two, a position stands for two ranks.
+        """
+        ranks = distance if self.world & (self.world - 1) == 0 else 2 * distance
+        inside = self.one_host or self.ranks_per_host % (2 * ranks) == 0
         return AT_HOME if inside else Way(1.0, self.ranks_per_host, self.ranks_per_host)
 
     def everybody(self) -> Way:
