@@ -8,7 +8,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 
@@ -303,6 +303,9 @@ async def _join(
         try:
             world.formed(met)
             world.tuning = agreed_tuning(method.rank, met.options.get("tuning"), overrides)
+            if met.placement is not None and tuning is None:
+                per_host, hosts = met.placement
+                world.tuning = replace(world.tuning, ranks_per_host=per_host, hosts=tuple(hosts))
             await world.hear_launcher(environ)
         except BaseException:
             await uninterrupted(rendezvous.resign())

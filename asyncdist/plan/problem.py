@@ -29,6 +29,7 @@ its place in OUTPUT, where the copy is then a copy onto itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 from asyncdist.plan.chunks import WINDOW
@@ -81,6 +82,8 @@ class Problem(NamedTuple):
     """Chunks that a rank is ready to receive at a time, of one pipeline."""
     single_copy: bool = False
     """Whether what is published is read where it lies, if that may be (`plan.summary.lendable`), instead of copied."""
+    hosts: tuple[int, ...] = ()
+    """The number of each rank's host, in order of first appearance; none where hosts hold runs of `ranks_per_host`."""
 
     @classmethod
     def of(
@@ -93,7 +96,7 @@ class Problem(NamedTuple):
         what this rank sends to each, followed by those of what it receives from each. `root` is a group rank and is
         ignored (0) where there is none.
         `ranks_per_host` says that group ranks 0 .. k-1, k .. 2k-1, ... share a host each; 1 where hosts are unknown
-        or hold no equal runs.
+        or hold no equal runs, which `_replace(hosts=...)` tells then.
 
         Raises ValueError.
         """
@@ -128,6 +131,18 @@ class Problem(NamedTuple):
         if self.collective in EXCHANGES:
             return sum(self.send_counts)
         return sum(self.counts)
+
+    @property
+    def by_host(self) -> Sequence[Sequence[int]]:
+        """The ranks of each host."""
+        return _by_host(self.world, self.ranks_per_host, self.hosts)
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """The host of `rank`, and its place among the ranks there."""
+        if not self.hosts:
+            return divmod(rank, self.ranks_per_host)
+        host = self.hosts[rank]
+        return host, self.by_host[host].index(rank)
 
     @property
     def even(self) -> bool:
@@ -167,6 +182,20 @@ class Problem(NamedTuple):
         if self.collective in ("reduce_scatter", "scatter", "scatter_uneven"):
             return self.counts[rank]
         return self.total if rank == self.root else 0
+
+
+PLACEMENTS: Final = 16
+"""Kept: all ranks of a process plan for few groups at a time."""
+
+
+@lru_cache(maxsize=PLACEMENTS)
+def _by_host(world: int, ranks_per_host: int, hosts: tuple[int, ...]) -> Sequence[Sequence[int]]:
+    if not hosts:
+        return [range(first, min(first + ranks_per_host, world)) for first in range(0, world, ranks_per_host)]
+    found: list[list[int]] = [[] for _ in range(max(hosts) + 1)]
+    for rank, host in enumerate(hosts):
+        found[host].append(rank)
+    return found
 
 
 def _counts(collective: str, world: int, count: int | Sequence[int]) -> tuple[int, ...]:

@@ -47,6 +47,10 @@ class AddressBook:
         """All addresses by rank, as they travel."""
         return self._packed
 
+    def hosts(self) -> list[str]:
+        """The host of each rank. Raises RemoteProtocolError for what is no address."""
+        return [PeerAddress.from_bytes(packed).host_id for packed in self._packed]
+
     def get(self, rank: int) -> PeerAddress | None:
         """The address of `rank`, None if it is not known. Raises RemoteProtocolError if it is none."""
         packed = self._packed[rank]

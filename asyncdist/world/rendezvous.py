@@ -37,7 +37,8 @@ import msgpack
 from asyncdist.concurrency import trace as events
 from asyncdist.concurrency.deadline import Deadline
 from asyncdist.concurrency.tasks import telling, uninterrupted
-from asyncdist.errors import ConnectTimeoutError, DistError, DistStoreError, StoreTimeoutError
+from asyncdist.errors import ConnectTimeoutError, DistError, DistStoreError, RemoteProtocolError, StoreTimeoutError
+from asyncdist.plan.selection.tuning import DEFAULT_TUNING
 from asyncdist.store import PrefixStore, Store
 from asyncdist.transport.addresses import PeerAddress
 from asyncdist.transport.context import Absence
@@ -74,6 +75,8 @@ class Met:
     allow_pickle: bool = False
     decider: int = 0
     """The rank that found all others there: the root of the tree along which addresses are told."""
+    placement: tuple[int, tuple[int, ...]] | None = None
+    """Ranks per host and hosts, as of `Tuning`, where there is more than one host."""
 
 
 class Rendezvous:
@@ -192,7 +195,7 @@ class Rendezvous:
         all_allow = allow_pickle and end["allow_pickle"] is True
         if end["addresses"]:
             self.book = AddressBook(self.world_size, end["addresses"])
-        return Met(world_id, self._attempts.number, end["options"], all_allow, end["decider"])
+        return Met(world_id, self._attempts.number, end["options"], all_allow, end["decider"], end.get("placement"))
 
     async def _listen(self, listen: Listen, world_id: bytes) -> PeerAddress:
         try:
@@ -229,9 +232,19 @@ class Rendezvous:
             "allow_pickle": all_allow,
             "options": infos[0]["options"],
             "decider": self.rank,
+            "placement": self._placement(),
             "addresses": self.book.packed() if self.book.told_at_once else [],
         }
         await self._attempts.decide(decision)
+
+    def _placement(self) -> tuple[int, tuple[int, ...]] | None:
+        """Which ranks are together, by what their addresses say; None where all are."""
+        try:
+            hosts = self.book.hosts()
+        except RemoteProtocolError:  # whoever connects to that rank will see
+            return None
+        placed = DEFAULT_TUNING.placed(hosts)
+        return (placed.ranks_per_host, placed.hosts) if len(set(hosts)) > 1 else None
 
     async def _all(self, kind: str) -> list[bytes]:
         """What every rank has set of that kind."""

@@ -9,6 +9,7 @@ import pytest
 from host_kit import KILLED, Hosts
 
 NODES = ["node0", "node1", "node2"]
+SUMMED_MIB = 16
 ENDLESS = ["programs/steps.py", "100000", "0.1"]
 
 
@@ -36,6 +37,19 @@ def test_every_collective_is_right_over_nodes_that_find_their_ranks(hosts: Hosts
     outputs = [hosts.output(name) for name in NODES]
     assert sorted(re.findall(r"node (\d) of 3, ranks", "".join(outputs))) == ["0", "1", "2"]
     assert len(re.findall(r"\[rank 0\] (?:1[4-9]|[2-9]\d) collectives are right on 6 ranks", "".join(outputs))) == 1
+
+
+def test_every_collective_is_right_on_nodes_of_different_size(namespaces: Hosts) -> None:
+    """The long all_reduce goes by slices of the smaller node; the nodes' cables tell."""
+    namespaces.start_store()
+    for number, (name, ranks) in enumerate({"node0": 3, "node1": 1, "node2": 2}.items()):
+        command = ["--nnodes", "3", "--node-rank", str(number), "programs/every_collective.py", "2", str(SUMMED_MIB)]
+        namespaces.launch(name, *command, ranks=ranks)
+    assert [namespaces.ended(name) for name in NODES] == [0, 0, 0]
+    assert "collectives are right on 6 ranks" in namespaces.output("node0")
+    for name in NODES:
+        ((before, after),) = re.findall(r"bytes received (\d+), (\d+)$", namespaces.output(name), re.MULTILINE)
+        assert int(after) - int(before) < 1.1 * (4 / 3) * (SUMMED_MIB << 20)
 
 
 def test_the_demo_trains_on_three_nodes(hosts: Hosts) -> None:

@@ -297,6 +297,7 @@ def trace_choice(call: Call, plan: Plan, tuning: Tuning, *, ordered: bool, memor
         return
     shape = {"collective": call.collective, "world": plan.world, "bytes": call.nbytes}
     problem = Problem.of(call.collective, plan.world, call.counts, call.root, tuning.ranks_per_host)
+    problem = problem._replace(hosts=tuning.hosts)
     itemsize, records = call.dtype.itemsize, in_records(call)
     for one in candidates(problem, itemsize, tuning, ordered=ordered, memory=memory, in_records=records):
         events.emit(

@@ -27,7 +27,8 @@ Where hosts have several ranks, there is a tree over the hosts, and one over the
 hosts a rank of each stands for it, its head, which is the root of the tree inside. So a vector enters a host once, and
 leaves it as often as the tree over hosts says. The table then says what a host's network card sends, with L the levels
 over hosts; a head moves the vector once more each way, for a child inside. With H hosts of q ranks, trees are
-ceil(log2 H) + ceil(log2 q) levels deep at most. The last host may have fewer ranks. With one rank on each host, or one
+ceil(log2 H) + ceil(log2 q) levels deep at most. The last host may have fewer ranks; of `double_tree`, any host may have
+any ranks. With one rank on each host, or one
 host, these are the trees over ranks. Of a pair of trees, a host has different heads in both, and is a leaf in one of
 them; each rank has two children at most inside its host, over both. The root is the head of its host in all trees.
 
@@ -114,56 +115,54 @@ def _chunks(
 class _Hosts(NamedTuple):
     """The ranks of a problem by host. Of trees below a root, `root` is that rank."""
 
-    world: int
-    size: int
-    """Ranks of every host but perhaps the last."""
+    problem: Problem
     root: int | None = None
-
-    @classmethod
-    def of(cls, problem: Problem, root: int | None = None) -> _Hosts:
-        return cls(problem.world, min(problem.world, problem.ranks_per_host), root)
 
     @property
     def number(self) -> int:
-        return -(-self.world // self.size)
+        return len(self.problem.by_host)
 
     def ranks(self, host: int) -> int:
         """Ranks of one host."""
-        return min(self.size, self.world - host * self.size)
+        return len(self.problem.by_host[host])
 
     def head(self, tree: int, host: int) -> int:
         """The rank that speaks for a host in the first (0) or the second tree."""
-        if self.root is not None and self.root // self.size == host:
+        if self.root is not None and self.problem.place(self.root)[0] == host:
             return self.root
-        return host * self.size + pair_tops(self.ranks(host))[tree]
+        return self.problem.by_host[host][pair_tops(self.ranks(host))[tree]]
 
     def joined(self, tree: int, host: int, inside: Node, between: Node) -> Node:
         """A rank's node, given its node inside its host and its host's between hosts."""
-        node = inside.renamed(partial(int.__add__, host * self.size))
+        node = inside.renamed(self.problem.by_host[host].__getitem__)
         if not node.is_root:
             return node
         return between.renamed(partial(self.head, tree))._replace(inside=node.children)
 
 
 def host_tree(problem: Problem, rank: int) -> Node:
-    """A rank's node in the single tree whose root is the problem's, in rank order if that is rank 0."""
-    hosts = _Hosts.of(problem, problem.root)
-    (host, place), (root_host, root_place) = divmod(rank, hosts.size), divmod(problem.root, hosts.size)
+    """A rank's node in the single tree whose root is the problem's, in rank order if that is rank 0.
+
+    So it knows hosts of equal size only.
+    """
+    problem = problem._replace(hosts=())
+    hosts = _Hosts(problem, problem.root)
+    (host, place), (root_host, root_place) = problem.place(rank), problem.place(problem.root)
     first = root_place if host == root_host else 0
     return hosts.joined(0, host, _turned(place, hosts.ranks(host), first), _turned(host, hosts.number, root_host))
 
 
 def host_pair(problem: Problem, rank: int) -> tuple[Node, Node]:
     """A rank's nodes in the two trees over all hosts."""
-    hosts = _Hosts.of(problem)
-    host, place = divmod(rank, hosts.size)
+    hosts = _Hosts(problem)
+    host, place = problem.place(rank)
     return _both(hosts, host, pair_nodes(place, hosts.ranks(host)), pair_nodes(host, hosts.number))
 
 
 def rooted_host_pair(problem: Problem, rank: int) -> tuple[Node, Node]:
     """A rank's nodes in the two trees below the problem's root."""
-    hosts = _Hosts.of(problem, problem.root)
-    (host, place), (root_host, root_place) = divmod(rank, hosts.size), divmod(problem.root, hosts.size)
+    hosts = _Hosts(problem, problem.root)
+    (host, place), (root_host, root_place) = problem.place(rank), problem.place(problem.root)
     ranks = hosts.ranks(host)
     inside = rooted_pair_nodes(place, ranks, root_place) if host == root_host else pair_nodes(place, ranks)
     return _both(hosts, host, inside, rooted_pair_nodes(host, hosts.number, root_host))

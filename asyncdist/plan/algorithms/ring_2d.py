@@ -15,6 +15,10 @@ A row is the largest number of ranks that divides the world and a host's ranks a
 world, hosts do not tell, and the grid is as near to a square as the world has divisors. A prime world has one column:
 the plain ring.
 
+Where hosts differ, in size or as ranks are no runs of them, the rows of all_reduce are the hosts' ranks whatever their
+length, and there are as many columns as the smallest host has ranks. So many ranks of each host get a part of the
+vector; the others add theirs to every part that passes them, and pass the results on.
+
 Chunks travel one behind another, through the phases as well. Operations must commute; each element is reduced along
 one path, so results are bit-identical. Temporary memory: a window of chunks; reduce_scatter, which only reads INPUT,
 holds up to two columns of partial sums, 2m/q.
@@ -33,7 +37,7 @@ from asyncdist.plan.algorithms import ring
 from asyncdist.plan.algorithms.algorithm import Algorithm
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.chunks import blocks_of, cut_blocks, offsets, partition, split
-from asyncdist.plan.cost.load import AT_HOME, Hop, Load, Shape, Way, Work, alike, cold
+from asyncdist.plan.cost.load import AT_HOME, NO_WORK, Hop, Load, Shape, Way, Work, alike, cold
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
 
@@ -44,18 +48,24 @@ SETS: Final = 2
 
 
 class _Grid:
-    """Where a rank stands, and who its neighbors are. Rows are runs of ranks."""
+    """Where a rank stands, and who its neighbors are. Rows are runs of ranks, or hosts."""
 
     def __init__(self, problem: Problem, rank: int) -> None:
-        self.width = row_length(problem)
-        self.height = problem.world // self.width
-        self.row, self.column = row, column = divmod(rank, self.width)
+        by_host = problem.collective == "all_reduce" and bool(problem.hosts)
+        width = row_length(problem)
+        self._rows = problem.by_host if by_host else [range(row, row + width) for row in range(0, problem.world, width)]
+        self.row, self.column = row, column = problem.place(rank) if by_host else divmod(rank, width)
+        self.width = min(map(len, self._rows))
+        self.height = len(self._rows)
+        self.length = len(self._rows[row])
+        """Of the rank's own row."""
         self.left, self.right = self.at(row, column - 1), self.at(row, column + 1)
         self.above, self.below = self.at(row - 1, column), self.at(row + 1, column)
 
     def at(self, row: int, column: int) -> int:
         """The rank at a place; both coordinates wrap around."""
-        return row % self.height * self.width + column % self.width
+        ranks = self._rows[row % self.height]
+        return ranks[column % len(ranks)]
 
 
 def row_length(problem: Problem) -> int:
@@ -68,27 +78,32 @@ def row_length(problem: Problem) -> int:
 
 
 def all_reduce(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
-    """The vector is one part per column, each of one block per row; a part is reduced in the rows first."""
+    """The vector is one part per column, each of one block per row; a part is reduced in the rows first.
+
+    Rows longer than there are columns have parts without elements besides.
+    """
     rank = builder.rank
     grid = _Grid(problem, rank)
-    if grid.width == 1:
+    if grid.height == problem.world:
         return ring.all_reduce(builder, problem, chunk_length)
-    vector = _Parts(offsets(partition(problem.total, problem.world)), grid.height, chunk_length)
+    starts = offsets(partition(problem.total, grid.width * grid.height))
+    vector = _Parts(starts, grid.height, grid.length, chunk_length)
     row, column = grid.row, grid.column
     operands = builder.window()
-    for step in range(grid.width - 1):
+    for step in range(grid.length - 1):
         builder.send_all(grid.right, vector.part(column - step, row))
         builder.recv_reduce_all(grid.left, vector.part(column - step - 1, row), operands, incoming_left=True)
-    part = column + 1
+    part = (column + 1) % grid.length
+    above, below = grid.at(row - 1, part - 1), grid.at(row + 1, part - 1)
     for step in range(grid.height - 1):
-        builder.send_all(grid.below, vector.block(part, row - step))
-        builder.recv_reduce_all(grid.above, vector.block(part, row - step - 1), operands, incoming_left=True)
+        builder.send_all(below, vector.block(part, row - step))
+        builder.recv_reduce_all(above, vector.block(part, row - step - 1), operands, incoming_left=True)
     results = builder.window()
     for step in range(grid.height - 1):
-        builder.send_all(grid.below, vector.block(part, row + 1 - step))
-        builder.recv_all(grid.above, vector.block(part, row - step), results)
+        builder.send_all(below, vector.block(part, row + 1 - step))
+        builder.recv_all(above, vector.block(part, row - step), results)
     results = builder.window()
-    for step in range(grid.width - 1):
+    for step in range(grid.length - 1):
         builder.send_all(grid.right, vector.part(part - step, row + 1))
         builder.recv_all(grid.left, vector.part(part - step - 1, row + 1), results)
     return builder.build()
@@ -99,17 +114,20 @@ class _Parts(NamedTuple):
 
     starts: tuple[int, ...]
     height: int
+    length: int
+    """Parts by which numbers wrap around; those behind the last column have no elements."""
     chunk_length: int
 
     def block(self, part: int, row: int) -> list[Slice]:
         """Chunks of one block; both numbers wrap around."""
-        world = len(self.starts) - 1
-        number = part * self.height % world + row % self.height
-        return cut_blocks(self.starts, number, 1, self.chunk_length)
+        number = part % self.length * self.height + row % self.height
+        return cut_blocks(self.starts, number, 1, self.chunk_length) if number + 1 < len(self.starts) else []
 
     def part(self, part: int, row: int) -> list[Slice]:
         """Chunks of a part, the block of `row` first and then that before it, and so on."""
-        first = part * self.height % (len(self.starts) - 1)
+        first = part % self.length * self.height
+        if first + 1 >= len(self.starts):
+            return []
         if self.starts[first + self.height] - self.starts[first] >= self.height * self.chunk_length:
             return [piece for step in range(self.height) for piece in self.block(part, row - step)]
         return cut_blocks(self.starts, first, self.height, self.chunk_length)
@@ -193,30 +211,38 @@ def _reduce_rows(builder: PlanBuilder, grid: _Grid, problem: Problem, chunk_leng
 
 def _grid_cost(shape: Shape, *, phases: int, reductions: int) -> Load:
     world, block = shape.world, shape.block
-    width = row_length(Problem("all_reduce", world, (0,), 0, shape.ranks_per_host))
+    width = length = row_length(Problem("all_reduce", world, (0,), 0, 1 if shape.hosts else shape.ranks_per_host))
     height = world // width
+    rows, columns = _ways(shape, width)
+    by_host = phases == 2 and bool(shape.hosts)
+    if by_host:
+        width, length, height = min(shape.host_sizes), max(shape.host_sizes), len(shape.host_sizes)
+        block, rows, columns = shape.total / (width * height), AT_HOME, Way(1.0, width, width)
     pieces = shape.pieces(block)
     # all_reduce cuts what travels in a row as one, the others, whose blocks are the caller's, block by block.
     row_pieces = shape.pieces(height * block) if phases == 2 else height * pieces
     chunk = block / pieces
-    row_steps, column_steps = width - 1, height - 1
-    row_blocks, column_blocks = shape.full(row_steps * height), shape.full(column_steps)
-    rows, columns = _ways(shape, width)
+    row_steps, column_steps = length - 1, height - 1
+    row_blocks, column_blocks = shape.full(min(width, row_steps) * height), shape.full(column_steps)
     worked = cold(chunk, chunk) * reductions
-    # Columns begin when rows are all but done: what one has on the wire hides nothing of the other's.
+    # Columns begin when rows are all but done: what one has on the wire hides nothing of the other's. With rows longer
+    # than there are columns they begin when the first block is done.
+    filling = row_blocks / height if by_host else row_blocks
     path = (
-        Hop(phases * row_steps, phases * row_blocks * block, row_steps * worked, rows),
+        Hop(phases * row_steps, phases * filling * block, row_steps * worked, rows),
         Hop(phases * column_steps, phases * column_blocks * block, column_steps * worked, columns),
     )
     row_idle = row_steps if row_pieces == 1 else min(1, row_steps)
     column_idle = column_steps if pieces == 1 else min(1, column_steps)
     idle = (Hop(phases * row_idle, 0, 0, rows), Hop(phases * column_idle, 0, 0, columns))
-    once = shape.full(world - 1) * block
+    once = shape.full(min(width, row_steps) * height + column_steps) * block
     moved = phases * once
     messages = 2 * phases * (row_blocks / height * row_pieces + column_blocks * pieces)
     work = Work(messages, moved, moved, cold(once, chunk) * reductions)
     load = alike(shape, path, idle, work, AT_HOME)
     leaving = phases * block * (rows.leaving * row_blocks + columns.leaving * column_blocks)
+    if by_host:  # some do less than the busiest: in all, every rank but one gives its vector away, and is given one
+        load = load._replace(everyone=NO_WORK.plus(work, (world - 1) * shape.total / once))
     partial = phases == 1 and reductions  # reduce_scatter, which only reads its input
     return load._replace(card=leaving, scratch=2 * height * block if partial else 0.0)
 
@@ -225,7 +251,7 @@ def _ways(shape: Shape, width: int) -> tuple[Way, Way]:
     """How messages go within a row, and within a column."""
     if shape.one_host:
         return AT_HOME, AT_HOME
-    inside = shape.ranks_per_host % width == 0
+    inside = not (shape.hosts or shape.ranks_per_host % width)
     columns = min(width, shape.ranks_per_host)
     return AT_HOME if inside else shape.neighbors(), Way(1.0, columns, columns)
 

@@ -234,7 +234,7 @@ def one_way_cost(shape: Shape, *, trees: int, reduces: bool = False) -> Load:
     the first chunk, the other chunks keep the busiest card busy.
     """
     part = shape.total / trees
-    pieces, others, stages = shape.pieces(part), shape.world - 1, _stages(shape)
+    pieces, others, stages = shape.pieces(part), shape.world - 1, _stages(shape, trees)
     chunk = part / pieces
     hops, idle = [], []
     for number, stage in enumerate(stages):
@@ -267,7 +267,7 @@ def one_way_cost(shape: Shape, *, trees: int, reduces: bool = False) -> Load:
 def up_and_down_cost(shape: Shape, *, trees: int) -> Load:
     """Return what all_reduce asks on one or two `trees`."""
     part = shape.total / trees
-    pieces, others, stages = shape.pieces(part), shape.world - 1, _stages(shape)
+    pieces, others, stages = shape.pieces(part), shape.world - 1, _stages(shape, trees)
     chunk = part / pieces
     reduced = cold(chunk, chunk)
     hops, idle = [], []
@@ -315,8 +315,11 @@ class _Stage(NamedTuple):
         return self.children(trees) + trees if self.size > 2 else trees
 
 
-def _stages(shape: Shape) -> tuple[_Stage, ...]:
+def _stages(shape: Shape, trees: int) -> tuple[_Stage, ...]:
     """The tree over hosts, if there are several, and that inside a host, if it has several ranks."""
     size = min(shape.world, shape.ranks_per_host)
-    stages = (_Stage(-(-shape.world // size), BETWEEN), _Stage(size, AT_HOME))
+    hosts = -(-shape.world // size)
+    if shape.hosts:  # of which a single tree knows nothing
+        size, hosts = (size, len(shape.host_sizes)) if trees == PAIR else (1, shape.world)
+    stages = (_Stage(hosts, BETWEEN), _Stage(size, AT_HOME))
     return tuple(stage for stage in stages if stage.size > 1)

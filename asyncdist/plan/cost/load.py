@@ -10,6 +10,7 @@ What takes time is waking up, steps, and copied or reduced bytes, on ranks that 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
@@ -77,6 +78,13 @@ class Shape(NamedTuple):
     root: int = 0
     memory: LaneMemory = USUAL_LANE
     """What each rank has for the items of shared memory."""
+    hosts: tuple[int, ...] = ()
+    """As of `Problem`, where hosts hold no equal runs; `ranks_per_host` is that of the largest one then."""
+
+    @property
+    def host_sizes(self) -> tuple[int, ...]:
+        """Ranks of each of `hosts`."""
+        return tuple(Counter(self.hosts).values())
 
     @property
     def levels(self) -> int:
@@ -103,6 +111,10 @@ class Shape(NamedTuple):
 
     def neighbors(self) -> Way:
         """From each rank to the next: one of a host's leaves it."""
+        if self.hosts:
+            crossing = [host for rank, host in enumerate(self.hosts) if self.hosts[rank - 1] != host]
+            most = max(Counter(crossing).values())
+            return Way(len(crossing) / self.world, most, most)
         return AT_HOME if self.one_host else Way(1 / self.ranks_per_host)
 
     def ahead(self, distance: int) -> Way:
@@ -116,7 +128,7 @@ class Shape(NamedTuple):
         Where neighbors are folded, since the world is no power of two, a position stands for two ranks.
         """
         ranks = distance if self.world & (self.world - 1) == 0 else 2 * distance
-        inside = self.one_host or self.ranks_per_host % (2 * ranks) == 0
+        inside = self.one_host or not (self.hosts or self.ranks_per_host % (2 * ranks))
         return AT_HOME if inside else Way(1.0, self.ranks_per_host, self.ranks_per_host)
 
     def everybody(self) -> Way:
@@ -222,7 +234,7 @@ def in_rounds(shape: Shape, rounds: Sequence[Round], fold: Sequence[Round] = ())
     world = shape.world
     active = 1 << (world.bit_length() - 1)
     folded = world - active if fold else 0
-    way = shape.neighbors() if shape.ranks_per_host % 2 else AT_HOME
+    way = shape.neighbors() if shape.hosts or shape.ranks_per_host % 2 else AT_HOME
     aside = [one._replace(way=way) for one in fold] if folded else []
     hops = tuple(_hop(one) for one in (*aside[:1], *rounds, *aside[1:]))
     # Latency waits with nothing to do unless chunks follow each other from round to round.

@@ -205,6 +205,12 @@ TREES_BY_HOST: Final = ("binary_tree", "double_tree")
 BY_HOST: Final = ("ring_2d", *TREES_BY_HOST)
 """Algorithms whose plans depend on the ranks per host."""
 
+BY_PLACEMENT: Final = (
+    ("all_reduce", "ring_2d"),
+    *((name, "double_tree") for name in ("all_reduce", "broadcast", "reduce")),
+)
+"""Collectives and algorithms whose plans depend on where ranks are, also if hosts hold no equal runs of them."""
+
 
 def families(collective: str, algorithm: str, world: int, *, thorough: bool | None = None) -> Iterator[Family]:
     """Yield what an algorithm is proven on in a world; `thorough`: as in small worlds."""
@@ -234,6 +240,10 @@ def families(collective: str, algorithm: str, world: int, *, thorough: bool | No
                 yield tuple(private_problems(collective, problem.counts, problem.root) for problem in family)
             else:
                 yield family
+        placeable = by_host and thorough and world > 2 and (collective, algorithm) in BY_PLACEMENT
+        for hosts in _placements(world) if placeable else ():
+            placed = Problem.of(collective, world, counts)._replace(hosts=hosts)
+            yield from ((placed._replace(root=root),) for root in roots)
 
 
 def chunk_length_of(problem: Problem, algorithm: str = "") -> int:
@@ -306,6 +316,12 @@ def _hosts(world: int, algorithm: str, *, thorough: bool) -> Sequence[int]:
     if algorithm in TREES_BY_HOST:
         return [1, *(middle or other if world <= BOTH_COUNTS else middle)]
     return [1, *middle] if world <= BOTH_COUNTS else middle or [1]
+
+
+def _placements(world: int) -> Iterator[tuple[int, ...]]:
+    """Hosts that hold no equal runs: one rank is alone; a host has ranks here and there."""
+    yield (0, *[1] * (world - 1))
+    yield tuple(rank * rank % 3 for rank in range(world))
 
 
 def _exchanges(world: int, *, thorough: bool) -> Iterator[list[list[int]]]:

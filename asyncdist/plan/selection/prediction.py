@@ -113,7 +113,9 @@ def shape_of(problem: Problem, itemsize: int, chunk_bytes: int) -> Shape:
         block = max(problem.counts) * itemsize
     else:
         block = -(-problem.total // problem.world) * itemsize
-    return Shape(problem.world, total, block, max(1, chunk_bytes), problem.ranks_per_host, problem.root)
+    per_host = max(map(len, problem.by_host)) if problem.hosts else problem.ranks_per_host
+    shape = Shape(problem.world, total, block, max(1, chunk_bytes), per_host, problem.root)
+    return shape._replace(hosts=problem.hosts)
 
 
 def _seconds(load: Load, problem: Problem, constants: Constants) -> float:
@@ -124,7 +126,7 @@ def _seconds(load: Load, problem: Problem, constants: Constants) -> float:
     rank_s = _cpu_s(load.busiest, constants)
     port_s = max(load.busiest.sent, load.busiest.received) * constants.beta_s
     host_s = card_s = 0.0
-    ranks = min(problem.world, problem.ranks_per_host)
+    ranks = max(map(len, problem.by_host)) if problem.hosts else min(problem.world, problem.ranks_per_host)
     if 0 < constants.cores < ranks:  # ranks are about in step, so that all wait at the same time
         work_s = _cpu_s(load.everyone, constants) * ranks / problem.world
         host_s = idle_s * constants.crowding(ranks) + work_s / constants.cores

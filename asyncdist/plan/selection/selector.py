@@ -110,7 +110,7 @@ def _plan(
 ) -> Plan:
     if itemsize < 1:
         raise ValueError(f"an element has at least one byte, got {itemsize}")
-    problem = Problem.of(collective, world, count, root, tuning.ranks_per_host)
+    problem = Problem.of(collective, world, count, root, tuning.ranks_per_host)._replace(hosts=tuning.hosts)
     name, chunk, single_copy = choose(
         problem, itemsize, tuning, ordered=ordered, algorithm=algorithm, memory=memory, in_records=in_records
     )

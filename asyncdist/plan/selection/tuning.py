@@ -5,7 +5,8 @@ Rank 0's values are published at rendezvous and checked by every rank that reads
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Final
 
@@ -19,7 +20,6 @@ __all__ = [
     "Tuning",
     "constants_from_terms",
     "constants_to_terms",
-    "regular_ranks_per_host",
 ]
 
 MAX_MESSAGE_S: Final = 10.0
@@ -41,10 +41,12 @@ class Tuning:
     """Ranks 0 .. k-1, k .. 2k-1, ... share a host each."""
     overrides: tuple[tuple[str, str], ...] = ()
     """Algorithm by collective, as ASYNCDIST_ALGO gives them; sorted."""
+    hosts: tuple[int, ...] = ()
+    """As of `Problem`. Not published with the rest: ranks learn it when all are there."""
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.constants, self.ranks_per_host, self.overrides)))
+        object.__setattr__(self, "_hash", hash((self.constants, self.ranks_per_host, self.overrides, self.hosts)))
 
     def __hash__(self) -> int:
         return self._hash
@@ -52,7 +54,7 @@ class Tuning:
     @property
     def crowded(self) -> bool:
         """Whether ranks of a host share cores."""
-        return 0 < self.constants.cores < self.ranks_per_host
+        return 0 < self.constants.cores < max(Counter(self.hosts).values(), default=self.ranks_per_host)
 
     def override(self, collective: str) -> str | None:
         """Return the algorithm named for `collective`, if any."""
@@ -60,8 +62,18 @@ class Tuning:
 
     def of_group(self, ranks: Sequence[int]) -> Tuning:
         """Return the tuning of a group of these global ranks, in its order."""
-        ranks_per_host = regular_ranks_per_host(ranks, self.ranks_per_host)
-        return self if ranks_per_host == self.ranks_per_host else replace(self, ranks_per_host=ranks_per_host)
+        return self.placed([self.hosts[rank] if self.hosts else rank // self.ranks_per_host for rank in ranks])
+
+    def placed(self, hosts: Sequence[Hashable]) -> Tuning:
+        """Return the tuning of a group whose rank r is on the host `hosts[r]`, whatever names hosts."""
+        numbers: dict[Hashable, int] = {}
+        order = tuple([numbers.setdefault(host, len(numbers)) for host in hosts])
+        run = order.count(0)
+        regular = order == tuple([rank // run for rank in range(len(order))]) and len(order) % run == 0
+        ranks_per_host, order = (run, ()) if regular else (1, order)
+        if (ranks_per_host, order) == (self.ranks_per_host, self.hosts):
+            return self
+        return replace(self, ranks_per_host=ranks_per_host, hosts=order)
 
     def to_terms(self) -> dict[str, Any]:
         """Return what `from_terms` understands, as plain values."""
@@ -85,22 +97,6 @@ class Tuning:
             raise ValueError(f"a tuning's overrides are algorithms by collective, not {_shown(overrides)}")
         constants = constants_from_terms(terms["constants"])
         return cls(constants, ranks_per_host, tuple(sorted(overrides.items())))
-
-
-def regular_ranks_per_host(ranks: Sequence[int], world_ranks_per_host: int) -> int:
-    """Return k if a group's ranks 0 .. k-1, k .. 2k-1, ... share a host each, else 1.
-
-    `ranks` are the global ranks in group order; hosts hold runs of `world_ranks_per_host` global ranks.
-    """
-    hosts = [rank // world_ranks_per_host for rank in ranks]
-    run = next((index for index, host in enumerate(hosts) if host != hosts[0]), len(hosts))
-    if len(hosts) % run:
-        return 1
-    leaders = hosts[::run]
-    regular = len(set(leaders)) == len(leaders) and all(
-        host == leaders[index // run] for index, host in enumerate(hosts)
-    )
-    return run if regular else 1
 
 
 def constants_to_terms(constants: Constants) -> dict[str, Any]:

@@ -21,6 +21,7 @@ long messages into the LogP model", SPAA 1995.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import Final, NamedTuple
@@ -64,12 +65,23 @@ SHARED: Final = (Publish, *FETCHING)
 
 
 class Hosts(NamedTuple):
-    """Where ranks are: `ranks_per_host` consecutive ones share a host."""
+    """Where ranks are: `ranks_per_host` consecutive ones share a host, or those of one number in `numbers`."""
 
     constants: Constants
     ranks_per_host: int
     slowness: float = 1.0
     """Of copies and reductions in shared memory, as `slowness_of` says."""
+    numbers: tuple[int, ...] = ()
+    """As `Problem.hosts`."""
+
+    def of(self, rank: int) -> int:
+        """The host of a rank."""
+        return self.numbers[rank] if self.numbers else rank // self.ranks_per_host
+
+    @property
+    def most(self) -> int:
+        """Ranks of the host that has most."""
+        return max(Counter(self.numbers).values(), default=self.ranks_per_host)
 
 
 def feeds_of(plans: Sequence[Plan]) -> Feeds:
@@ -124,7 +136,7 @@ class _Costs:
     def __init__(self, hosts: Hosts, itemsize: int, *, shared: bool, single_copy: bool) -> None:
         constants = hosts.constants
         self._constants = constants
-        self._crowding = constants.crowding(hosts.ranks_per_host)
+        self._crowding = constants.crowding(hosts.most)
         self._slowness = hosts.slowness if shared else 1.0
         self._itemsize = itemsize
         self._known: dict[tuple[type[Step], int, bool], _Cost] = {}
@@ -190,8 +202,8 @@ class _Simulation:
         self._ports: list[int] = []
         self._arrived: list[bool] = []
         self._load(plans, hosts, costs)
-        limited = 0 < constants.cores < hosts.ranks_per_host
-        self._core_of = [plan.rank // hosts.ranks_per_host for plan in plans]
+        limited = 0 < constants.cores < hosts.most
+        self._core_of = [hosts.of(plan.rank) for plan in plans]
         first = min(self._core_of, default=0)
         self._core_of = [host - first for host in self._core_of]
         self._cores = [[0] * constants.cores for _ in range(max(self._core_of, default=0) + 1)] if limited else None
@@ -233,13 +245,13 @@ class _Simulation:
         return (self._finish_fs + self._returned_fs) / TICKS
 
     def _load(self, plans: Sequence[Plan], hosts: Hosts, costs: _Costs) -> None:
-        per_host, remote_links = hosts.ranks_per_host, hosts.constants.between is not None
+        remote_links = hosts.constants.between is not None
         cards: dict[int, int] = {}
         for thread, plan in enumerate(plans):
-            base, host = len(self._kinds), plan.rank // per_host
+            base, host = len(self._kinds), hosts.of(plan.rank)
             card = cards.setdefault(host, len(plans) + len(cards))
             for step in plan.steps:
-                remote = remote_links and isinstance(step, MESSAGES) and step.peer // per_host != host
+                remote = remote_links and isinstance(step, MESSAGES) and hosts.of(step.peer) != host
                 cost = costs.of(step, remote=remote)
                 self._kinds.append(cost.kind)
                 self._threads.append(thread)

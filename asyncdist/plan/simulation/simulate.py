@@ -113,13 +113,13 @@ def simulate(
         raise ValueError(f"{problem.collective} has no algorithm {algorithm!r}; it has: {known}")
 
     if needs_lane(problem.collective, algorithm):
-        problem = problem._replace(ranks_per_host=problem.world)
+        problem = problem._replace(ranks_per_host=problem.world, hosts=())
 
     def exact(smaller: Problem) -> float:
         return _exact(smaller, algorithm, itemsize, constants, chunk_length)
 
     begun_s = constants.begun_s(min(problem.world, problem.ranks_per_host))
-    if problem.world == 1 or method is Method.EVENTS:
+    if problem.world == 1 or problem.hosts or method is Method.EVENTS:
         return begun_s + _events(problem, algorithm, itemsize, constants, chunk_length)
     if method is Method.AUTO and problem.world <= EXACT_WORLD:
         return begun_s + exact(problem)
@@ -139,9 +139,8 @@ def _exact(problem: Problem, algorithm: str, itemsize: int, constants: Constants
 
 def _events(problem: Problem, algorithm: str, itemsize: int, constants: Constants, chunk_length: int) -> float:
     plans = [build(problem, algorithm, rank, chunk_length) for rank in range(problem.world)]
-    return run(
-        plans, feeds_of(plans), itemsize, Hosts(constants, problem.ranks_per_host, slowness_of(problem, itemsize))
-    )
+    hosts = Hosts(constants, problem.ranks_per_host, slowness_of(problem, itemsize), problem.hosts)
+    return run(plans, feeds_of(plans), itemsize, hosts)
 
 
 def _evened(problem: Problem) -> Problem:

@@ -52,6 +52,31 @@ def join(
     return loop.create_task(rendezvous.join(host, loopback, options, nowhere, deadline))
 
 
+@virtually
+async def test_ranks_learn_who_shares_a_host() -> None:
+    for hosts, placement in (
+        ("aaaa", None),
+        ("aabb", [2, []]),
+        ("abab", [1, [0, 1, 0, 1]]),
+        ("aaab", [1, [0, 0, 0, 1]]),
+        ("dcba", [1, []]),
+    ):
+        async with HashStore() as store:
+            options, deadline = {"rank": 0}, Deadline.after(10.0, asyncio.get_running_loop().time())
+
+            def listening(host: str) -> Callable[[bytes], Awaitable[PeerAddress]]:
+                async def listen(world_id: bytes) -> PeerAddress:
+                    return PeerAddress(host)
+
+                return listen
+
+            joins = [
+                Rendezvous(store, rank, 4).join(host, False, options, listening(host), deadline)
+                for rank, host in enumerate(hosts)
+            ]
+            assert [met.placement for met in await asyncio.gather(*joins)] == [placement] * 4
+
+
 async def nowhere(world_id: bytes) -> PeerAddress:
     """Listens, as far as a rendezvous knows."""
     assert len(world_id) == WORLD_ID_BYTES

@@ -17,7 +17,6 @@ from asyncdist.plan.selection.tuning import (
     Tuning,
     constants_from_terms,
     constants_to_terms,
-    regular_ranks_per_host,
 )
 
 TERMS = constants_to_terms(ASYNCIO)
@@ -110,19 +109,29 @@ def test_what_is_no_tuning_is_refused(terms):
         (range(8), 8, 8),
         (range(8), 1, 1),
         (range(4), 8, 4),  # part of one host
-        (range(8), 3, 1),  # the last host has fewer
+        (range(8), 3, (0, 0, 0, 1, 1, 1, 2, 2)),  # the last host has fewer
         ((0, 1, 4, 5), 4, 2),
         ((4, 5, 0, 1), 4, 2),
         ((0, 4, 8, 12), 4, 1),
-        ((0, 4, 1, 5), 4, 1),  # hosts take turns
-        ((0, 1, 4, 2), 4, 1),
-        ((0, 1, 2, 4), 4, 1),
-        ((0, 1, 4, 5, 2, 3), 4, 1),  # a host comes twice
+        ((0, 4, 1, 5), 4, (0, 1, 0, 1)),  # hosts take turns
+        ((0, 1, 4, 2), 4, (0, 0, 1, 0)),
+        ((0, 1, 2, 4), 4, (0, 0, 0, 1)),
+        ((0, 1, 4, 5, 2, 3), 4, (0, 0, 1, 1, 0, 0)),  # a host comes twice
         ((5,), 4, 1),
         ((1, 3, 2), 4, 3),
     ],
 )
 def test_hosts_of_groups(ranks, world_ranks_per_host, expected):
-    assert regular_ranks_per_host(tuple(ranks), world_ranks_per_host) == expected
+    per_host, hosts = (1, expected) if isinstance(expected, tuple) else (expected, ())
     group = Tuning(ASYNCIO, world_ranks_per_host).of_group(tuple(ranks))
-    assert group == Tuning(ASYNCIO, expected)
+    assert group == Tuning(ASYNCIO, per_host, hosts=hosts)
+
+
+def test_groups_of_a_world_whose_hosts_differ():
+    world = Tuning(ASYNCIO, 2).placed(["big", "big", "small", "big"])
+    assert (world.ranks_per_host, world.hosts) == (1, (0, 0, 1, 0))
+    assert (world.of_group((2, 3)).ranks_per_host, world.of_group((2, 3)).hosts) == (1, ())
+    assert (world.of_group((3, 1, 0)).ranks_per_host, world.of_group((3, 1, 0)).hosts) == (3, ())
+    assert world.of_group(range(4)) is world
+    assert replace(world, constants=replace(ASYNCIO, cores=2)).crowded  # three ranks of one host share them
+    assert not replace(world, constants=replace(ASYNCIO, cores=3)).crowded
