@@ -6,8 +6,10 @@ and a slow machine tells as much as a fast one: what counts is the share of the 
 divided by the rate; headers take 5 %).
 
 asyncdist is measured as it is, and with what `asyncdist tune --links` finds out about the cable. With several ranks a
-host they share memory there, and a ring over all ranks, which does not know hosts, is measured beside them. `--bytes`
-counts what leaves the busiest host. With several interfaces, one of them is measured beside all.
+host they share memory there, and a ring over all ranks, which does not know hosts, is measured beside them.
+`--ranks-per-host 3,1` are two hosts of different size; `--in-turn` deals the ranks out to the hosts one by one.
+`--bytes` counts what leaves the busiest host. With several interfaces, one of them is measured beside all. What plain
+TCP carries on all hosts' first cables at once says whether this machine keeps up with the rate.
 """
 
 from __future__ import annotations
@@ -40,7 +42,28 @@ from bench.runner import ROOT, Session, run_subject, unused_port
 DEVICE: Final = "cable"
 QUEUE_MS: Final = 50
 """How long a packet may wait for the cable before it is dropped."""
-BURST: Final = "64kb"
+LEAST_BURST_BYTES: Final = 64 << 10
+BURST_S: Final = 2e-3
+"""Of the rate, in a row: with less the kernel's timers are too coarse for fast cables. With 64 KiB three cables carry a
+quarter of 1 Gbit/s on two busy cores, with two milliseconds all of it."""
+PLAIN_S: Final = 2.0
+PLAIN: Final = """
+import socket, sys, time
+if sys.argv[1] == "receive":
+    with socket.create_server(("", 7000)) as server:
+        print("ready", flush=True)
+        connection, _ = server.accept()
+    room, count, start = bytearray(1 << 20), 0, time.monotonic()
+    while got := connection.recv_into(room):
+        count += got
+    print(count / (time.monotonic() - start))
+else:
+    with socket.create_connection((sys.argv[1], 7000)) as connection:
+        end = time.monotonic() + float(sys.argv[2])
+        while time.monotonic() < end:
+            connection.sendall(bytes(1 << 18))
+"""
+"""One stream, which says how many bytes a second it has carried."""
 TUNE_S: Final = 5.0
 TUNE_LIMIT_S: Final = 90.0
 COUNTED: Final = 10
@@ -50,11 +73,15 @@ COUNTED: Final = 10
 class Network:
     """Hosts and what connects them, until it is closed."""
 
-    def __init__(self, hosts: int, megabits: int, ranks_per_host: int = 1, interfaces: int = 1) -> None:
-        self.ranks_per_host = ranks_per_host
+    def __init__(self, sizes: tuple[int, ...], megabits: int, interfaces: int = 1, *, in_turn: bool = False) -> None:
+        """`sizes`: ranks of each host; `in_turn`: dealt out one by one, not in runs."""
+        self.sizes = sizes
+        places = [(place if in_turn else 0, host) for host, size in enumerate(sizes) for place in range(size)]
+        self.hosts = [host for _, host in sorted(places)]
+        """Of each rank."""
         self.devices = [f"{DEVICE}{number}" for number in range(interfaces)]
-        self.transport = "tcp" if ranks_per_host == 1 else "auto"
-        self.names = [f"bench{os.getpid()}-{number}" for number in range(hosts)]
+        self.transport = "tcp" if max(sizes) == 1 else "auto"
+        self.names = [f"bench{os.getpid()}-{number}" for number in range(len(sizes))]
         self._switch = f"bench{os.getpid()}-switch"
         self._megabits = megabits
 
@@ -81,7 +108,11 @@ class Network:
 
     def inside(self, rank: int) -> tuple[str, ...]:
         """What the command of a rank begins with: it runs on the rank's host."""
-        return ("ip", "netns", "exec", self.names[rank // self.ranks_per_host])
+        return self.on(self.hosts[rank])
+
+    def on(self, host: int) -> tuple[str, ...]:
+        """What a command on a host begins with."""
+        return ("ip", "netns", "exec", self.names[host])
 
     def sent_bytes(self) -> list[int]:
         """What each host has put on its cables, by the interfaces' own counters."""
@@ -91,9 +122,27 @@ class Network:
         shown = _run("ip", "-n", name, "-json", "-statistics", "link", "show", device)
         return int(json.loads(shown)[0]["stats64"]["tx"]["bytes"])
 
+    def plain_share(self) -> float:
+        """The share of the rate that plain TCP carries from each host to the next, all at once, of the slowest."""
+        run = [sys.executable, "-c", PLAIN]
+        receiving = []
+        for host in range(len(self.sizes)):
+            command = [*self.on(host), *run, "receive"]
+            receiving.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        for one in receiving:
+            assert one.stdout is not None
+            one.stdout.readline()
+        places = [(host, self.address((host + 1) % len(self.sizes))) for host in range(len(self.sizes))]
+        sent = [subprocess.Popen([*self.on(host), *run, to, f"{PLAIN_S:g}"]) for host, to in places]
+        rates = [float(one.communicate(timeout=60)[0]) for one in receiving]
+        for sender in sent:
+            sender.wait(60)
+        return min(rates) / (self._megabits * 125e3)
+
     def _add(self, number: int, name: str) -> None:
         _ip("netns", "add", name)
         _ip("-n", name, "link", "set", "lo", "up")
+        burst = max(LEAST_BURST_BYTES, int(BURST_S * self._megabits * 125e3))
         for network, device in enumerate(self.devices):
             port = f"port{number}.{network}"
             _ip("link", "add", device, "netns", name, "type", "veth", "peer", "name", port, "netns", self._switch)
@@ -101,7 +150,7 @@ class Network:
             _ip("-n", name, "address", "add", f"{self.address(number, network)}/24", "dev", device)
             _ip("-n", name, "link", "set", device, "up")
             for where, end in ((name, device), (self._switch, port)):
-                limit = ["rate", f"{self._megabits}mbit", "burst", BURST, "latency", f"{QUEUE_MS}ms"]
+                limit = ["rate", f"{self._megabits}mbit", "burst", str(burst), "latency", f"{QUEUE_MS}ms"]
                 _run("tc", "-n", where, "qdisc", "add", "dev", end, "root", "tbf", *limit)
 
 
@@ -123,7 +172,7 @@ def tune(network: Network, path: Path, environment: Mapping[str, str]) -> None:
         port = str(unused_port())
         for rank in (0, 1):
             command = [
-                *network.inside(rank * network.ranks_per_host),
+                *network.on(rank),
                 sys.executable,
                 "-m",
                 "asyncdist",
@@ -147,9 +196,7 @@ def tune(network: Network, path: Path, environment: Mapping[str, str]) -> None:
 
 def candidates(network: Network, tuning: Path, environment: Mapping[str, str]) -> tuple[Candidate, ...]:
     """asyncdist as it is and tuned, and gloo, on the hosts of `network`."""
-    local, world = network.ranks_per_host, len(network.names) * network.ranks_per_host
-    launched = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(local)}  # as a launcher says it
-    own = {"ASYNCDIST_TUNING": "off", **launched, **environment}
+    own = {"ASYNCDIST_TUNING": "off", **environment}
     ours = asyncdist("asyncdist", network.transport)
     found = [
         (ours, "asyncdist", own),
@@ -158,7 +205,7 @@ def candidates(network: Network, tuning: Path, environment: Mapping[str, str]) -
     ]
     if len(network.devices) > 1:
         found.insert(2, (ours, "one interface", {**own, "ASYNCDIST_SOCKET_IFNAME": network.devices[0]}))
-    if network.ranks_per_host > 1:
+    if len(network.hosts) > len(network.sizes):
         found.insert(2, (ours, "ring over all ranks", {**own, "ASYNCDIST_ALGO": "all_reduce:ring"}))
     return tuple(
         dataclasses.replace(
@@ -181,16 +228,16 @@ def cases(operations: tuple[str, ...], sizes: tuple[int, ...], profile: Profile)
     ]
 
 
-def crossing_bytes(case: Case, hosts: int, ranks_per_host: int) -> float:
-    """What each host must send to the others, at least."""
+def crossing_bytes(case: Case, sizes: tuple[int, ...]) -> float:
+    """What the largest host must send to the others, at least, or every host."""
     if case.operation == "all_to_all":
-        return ranks_per_host * case.nbytes * (hosts - 1) / hosts
-    return case.nbytes * OPERATIONS[case.operation].bus_factor(hosts)
+        return max(sizes) * case.nbytes * (sum(sizes) - max(sizes)) / sum(sizes)
+    return case.nbytes * OPERATIONS[case.operation].bus_factor(len(sizes))
 
 
 def count_bytes(network: Network, candidate: Candidate, case: Case) -> float:
     """Bytes that the busiest host sends in one operation, headers included."""
-    session = Session(candidate, len(network.names) * network.ranks_per_host)
+    session = Session(candidate, len(network.hosts))
     try:
         counted = dataclasses.replace(case, samples=COUNTED, warmup=0)
         session.measure(counted)  # connections are made
@@ -201,18 +248,17 @@ def count_bytes(network: Network, candidate: Candidate, case: Case) -> float:
         session.close()
 
 
-def table(cells: list[Cell], megabits: int, ranks_per_host: int, interfaces: int = 1) -> Table:
+def table(cells: list[Cell], megabits: int, sizes: tuple[int, ...], interfaces: int = 1) -> Table:
     """Times, and the share of the cables that they use."""
     cables = f"{interfaces} cables" if interfaces > 1 else "a cable"
     found = Table(title=f"{megabits} Mbit/s between hosts, p50, and the share of {cables} that is used")
     found.add_column("case")
-    found.add_column("hosts", justify="right")
+    found.add_column("ranks of hosts", justify="right")
     names = list(cells[0].measurements) if cells else []
     for name in names:
         found.add_column(name, justify="right")
     for cell in cells:
-        hosts = cell.ranks // ranks_per_host
-        moved_bytes = crossing_bytes(cell.case, hosts, ranks_per_host)
+        moved_bytes = crossing_bytes(cell.case, sizes)
         row = []
         for name in names:
             measurement = cell.measurements[name]
@@ -222,20 +268,20 @@ def table(cells: list[Cell], megabits: int, ranks_per_host: int, interfaces: int
             share = moved_bytes / measurement.p50_s() / (interfaces * megabits * 125e3)
             wrong = f", {measurement.wrong} wrong" if measurement.wrong else ""
             row.append(f"{show_seconds(measurement.p50_s())}, {share:.0%}{wrong}")
-        found.add_row(f"{cell.case.operation} {show_bytes(cell.case.nbytes)}", str(hosts), *row)
+        found.add_row(f"{cell.case.operation} {show_bytes(cell.case.nbytes)}", "+".join(map(str, sizes)), *row)
     return found
 
 
 def bytes_table(network: Network, tuning: Path, environment: Mapping[str, str], counted: list[Case]) -> Table:
     """What leaves the busiest host, and how much more that is than it has to send."""
-    hosts = len(network.names)
-    found = Table(title=f"sent by the busiest of {hosts} hosts with {network.ranks_per_host} ranks each, of the least")
+    ranks = "+".join(map(str, network.sizes))
+    found = Table(title=f"sent by the busiest of {len(network.sizes)} hosts with {ranks} ranks, of the least")
     found.add_column("case")
     used = [candidate for candidate in candidates(network, tuning, environment) if candidate.missing() is None]
     for candidate in used:
         found.add_column(candidate.name, justify="right")
     for case in counted:
-        least = crossing_bytes(case, hosts, network.ranks_per_host)
+        least = crossing_bytes(case, network.sizes)
         sent = [count_bytes(network, candidate, case) for candidate in used]
         shown = (f"{show_bytes(int(number))}, {number / least:.2f}x" for number in sent)
         found.add_row(f"{case.operation} {show_bytes(case.nbytes)}", *shown)
@@ -244,7 +290,10 @@ def bytes_table(network: Network, tuning: Path, environment: Mapping[str, str], 
 
 @click.command()
 @click.option("--hosts", type=click.IntRange(min=2, max=64), default=4, show_default=True)
-@click.option("--ranks-per-host", type=click.IntRange(min=1, max=64), default=1, show_default=True)
+@click.option(
+    "--ranks-per-host", type=ListOf(click.IntRange(min=1, max=64)), default="1", help="One number, or one per host."
+)
+@click.option("--in-turn", is_flag=True, help="Ranks 0, 1, ... are on hosts 0, 1, ..., instead of runs of them.")
 @click.option("--bytes", "counts", is_flag=True, help="Count what leaves the busiest host, instead of times.")
 @click.option("--rate", "megabits", type=click.IntRange(min=1, max=100_000), default=200, show_default=True)
 @click.option("--interfaces", type=click.IntRange(min=1, max=16), default=1, show_default=True, help="Of each host.")
@@ -255,7 +304,8 @@ def bytes_table(network: Network, tuning: Path, environment: Mapping[str, str], 
 @click.option("--profile", type=click.Choice(list(PROFILES)), default="promises", show_default=True)
 def main(
     hosts: int,
-    ranks_per_host: int,
+    ranks_per_host: tuple[int, ...],
+    in_turn: bool,
     counts: bool,
     megabits: int,
     interfaces: int,
@@ -268,19 +318,22 @@ def main(
         raise SystemExit("needs Linux, root, and iproute2's ip and tc, to make network namespaces")
     chosen = PROFILES[profile]
     environment = {"ASYNCDIST_TOKEN": secrets.token_hex()}
-    network = Network(hosts, megabits, ranks_per_host, interfaces)
+    ranks = ranks_per_host * hosts if len(ranks_per_host) == 1 else ranks_per_host
+    network = Network(ranks, megabits, interfaces, in_turn=in_turn)
     if interfaces > 1:
         environment["ASYNCDIST_SOCKET_IFNAME"] = ",".join(network.devices)
     with network, tempfile.TemporaryDirectory(prefix="bench-") as folder:
         tuning = Path(folder) / "tuning.json"
         tune(network, tuning, environment)
+        share = network.plain_share()
+        print(f"plain TCP from each host to the next, all at once: {share:.0%} of {megabits} Mbit/s", file=sys.stderr)
         if counts:
             Console(width=120).print(bytes_table(network, tuning, environment, cases(operations, sizes, chosen)))
             return
         subject = Subject(
             "hosts",
             "Between hosts",
-            (hosts * ranks_per_host,),
+            (sum(ranks),),
             lambda used: cases(operations, sizes, used),
             candidates(network, tuning, environment),
             modes=("free",),
@@ -288,7 +341,7 @@ def main(
         )
         with Bar(Console(stderr=True)) as bar:
             cells = run_subject(subject, dataclasses.replace(chosen, neighbors=True), progress=bar.line)
-    Console(width=120).print(table(cells, megabits, ranks_per_host, interfaces))
+    Console(width=120).print(table(cells, megabits, ranks, interfaces))
     if any(measurement.wrong for cell in cells for measurement in cell.measurements.values()):
         raise SystemExit("wrong results")
 
