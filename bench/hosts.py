@@ -47,6 +47,7 @@ BURST_S: Final = 2e-3
 """Of the rate, in a row: with less the kernel's timers are too coarse for fast cables. With 64 KiB three cables carry a
 quarter of 1 Gbit/s on two busy cores, with two milliseconds all of it."""
 PLAIN_S: Final = 2.0
+PLAIN_LIMIT_S: Final = 60.0
 PLAIN: Final = """
 import socket, sys, time
 if sys.argv[1] == "receive":
@@ -124,19 +125,22 @@ class Network:
 
     def plain_share(self) -> float:
         """The share of the rate that plain TCP carries from each host to the next, all at once, of the slowest."""
-        run = [sys.executable, "-c", PLAIN]
-        receiving = []
-        for host in range(len(self.sizes)):
-            command = [*self.on(host), *run, "receive"]
-            receiving.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-        for one in receiving:
-            assert one.stdout is not None
-            one.stdout.readline()
-        places = [(host, self.address((host + 1) % len(self.sizes))) for host in range(len(self.sizes))]
-        sent = [subprocess.Popen([*self.on(host), *run, to, f"{PLAIN_S:g}"]) for host, to in places]
-        rates = [float(one.communicate(timeout=60)[0]) for one in receiving]
-        for sender in sent:
-            sender.wait(60)
+        run, number = [sys.executable, "-c", PLAIN], len(self.sizes)
+        with contextlib.ExitStack() as stack:
+
+            def start(host: int, *arguments: str) -> subprocess.Popen[str]:
+                command = [*self.on(host), *run, *arguments]
+                started = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+                stack.callback(started.kill)
+                return started
+
+            receiving = [start(host, "receive") for host in range(number)]
+            for one in receiving:
+                assert one.stdout is not None
+                one.stdout.readline()
+            for host in range(number):
+                start(host, self.address((host + 1) % number), f"{PLAIN_S:g}")
+            rates = [float(one.communicate(timeout=PLAIN_LIMIT_S)[0]) for one in receiving]
         return min(rates) / (self._megabits * 125e3)
 
     def _add(self, number: int, name: str) -> None:

@@ -43,10 +43,12 @@ def test_hosts_are_measured_and_removed(monkeypatch):
 
 
 @pytest.mark.usefixtures("needs_namespaces")
-def test_what_leaves_a_host_is_counted(monkeypatch):
-    """Of two ranks a host: a ring over all ranks, which does not know hosts, sends half as much again."""
+@pytest.mark.parametrize("ranks", ["2", "3,1"])
+def test_what_leaves_a_host_is_counted(monkeypatch, ranks):
+    """A ring over all four ranks, which does not know hosts, sends half as much again."""
     monkeypatch.setattr(hosts, "TUNE_S", 0.3)
-    command = ["--hosts", "2", "--ranks-per-host", "2", "--operations", "all_reduce", "--sizes", "4MiB", "--bytes"]
+    monkeypatch.setattr(hosts, "PLAIN_S", 0.3)
+    command = ["--hosts", "2", "--ranks-per-host", ranks, "--operations", "all_reduce", "--sizes", "4MiB", "--bytes"]
     done = CliRunner().invoke(hosts.main, command)
     assert done.exit_code == 0, done.output
     row = next(line for line in done.output.splitlines() if "4 MiB" in line)
@@ -57,6 +59,6 @@ def test_what_leaves_a_host_is_counted(monkeypatch):
 
 @pytest.mark.usefixtures("needs_namespaces")
 def test_a_network_that_cannot_be_made_leaves_nothing():
-    with pytest.raises(hosts.click.ClickException, match="tc"), hosts.Network(2, 0):
+    with pytest.raises(hosts.click.ClickException, match="tc"), hosts.Network((1, 1), 0):
         pass
     assert not namespaces()
