@@ -2,8 +2,8 @@
 
     python -m bench.checkpoint --mib 1024 --writers 4 --readers 3 --folder /disk
 
-Both kinds alternate. Written files are on the disk when the time is taken (fsync); files are read from the system's
-cache, by both kinds alike, and what is loaded is compared with what was saved.
+Both kinds alternate. Written files are new, and on the disk when the time is taken (fsync); the system's cache forgets
+them before they are read. What is loaded is compared with what was saved. Removing old files is in neither time.
 """
 
 from __future__ import annotations
@@ -47,15 +47,29 @@ async def write(_local_rank: int, mib: int, folder: str, rounds: int) -> list[li
         share = np.ones((mib << 20) // group.size, np.uint8).data
 
         def plain() -> None:
-            with Path(folder, f"plain-{group.rank}").open("wb", buffering=0) as file:
+            path = Path(folder, f"plain-{group.rank}")
+            if path.exists():
+                path.rename(path.with_name(f"old-{len(took[0])}-{group.rank}"))
+            with path.open("wb", buffering=0) as file:
                 for start in range(0, share.nbytes, 4 << 20):
                     file.write(share[start : start + (4 << 20)])
                 os.fsync(file.fileno())
 
         for _ in range(rounds):
             took[0].append(await timed(group, plain))
-            took[1].append(await timed(group, lambda: checkpoint.save(arrays, Path(folder, "saved"), keep=1)))
+            took[1].append(
+                await timed(group, lambda: checkpoint.save(arrays, Path(folder, "saved"), keep=rounds, copy=False))
+            )
     return took
+
+
+def forget(folder: Path) -> None:
+    """Let the system's cache forget all files."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
 
 
 async def read(_local_rank: int, mib: int, folder: str, rounds: int) -> list[list[float]]:
@@ -73,7 +87,9 @@ async def read(_local_rank: int, mib: int, folder: str, rounds: int) -> list[lis
                         start += count
 
         for _ in range(rounds):
+            forget(Path(folder))
             took[0].append(await timed(group, plain))
+            forget(Path(folder))
             took[1].append(await timed(group, lambda: checkpoint.load(Path(folder, "saved"), arrays)))
     for number in range(16):
         assert (arrays[f"x{number}"] == number).all()

@@ -49,6 +49,7 @@ def save(
     state: Any = None,
     number: int | None = None,
     keep: int = 2,
+    copy: bool = True,
     group: Group = None,
     tag: int = TAG,
 ) -> asyncio.Task[int]:
@@ -56,8 +57,9 @@ def save(
 
     Every rank calls it, with the same names. Arrays that are alike on all ranks are written once: a share of the bytes
     by each rank. Of a `Part` each rank writes its own rows. `state` is anything that JSON can hold; the first rank's
-    is kept. What a rank writes is copied at the call, so training may go on. The checkpoint has `number`, by default
-    one more than the newest, which the task returns; older ones than the newest `keep` are removed.
+    is kept. What a rank writes is copied at the call, so training may go on; with `copy=False` it is not, and the
+    arrays must not change until the task is done. The checkpoint has `number`, by default one more than the newest,
+    which the task returns; older ones than the newest `keep` are removed.
 
     Await the task: it is done when the checkpoint is on the disk, whole. Cancelling it ends only the waiting. Raises
     CheckpointError on all ranks, naming the rank that could not write or lists other arrays; the older checkpoints
@@ -69,7 +71,7 @@ def save(
         raise ValueError(f"keep must be at least 1, but is {keep}")
     key = (found.world, Path(folder).absolute())
     _check_free(key)
-    saving = _Saving(found, Path(folder), _contents(arrays, found), tag)
+    saving = _Saving(found, Path(folder), _contents(arrays, found, copy=copy), tag)
     return _shielded(key, saving.run(state, number, keep))
 
 
@@ -116,7 +118,7 @@ class _Contents(NamedTuple):
     pieces: list[tuple[str, int, memoryview]]
 
 
-def _contents(arrays: Mapping[str, Any], group: ProcessGroup) -> _Contents:
+def _contents(arrays: Mapping[str, Any], group: ProcessGroup, *, copy: bool) -> _Contents:
     described: dict[str, tuple[str, list[int]]] = {}
     pieces: list[tuple[str, int, memoryview]] = []
     alike: list[tuple[str, Array]] = []
@@ -128,7 +130,7 @@ def _contents(arrays: Mapping[str, Any], group: ProcessGroup) -> _Contents:
         if isinstance(value, Part):
             start, rows = _checked_part(value, array, name)
             shape[0] = rows
-            pieces.append((name, start * _row_bytes(array), _copy(_octets(array))))
+            pieces.append((name, start * _row_bytes(array), _octets(array)))
         else:
             alike.append((name, array))
         described[name] = (str(array.dtype), shape)
@@ -138,8 +140,10 @@ def _contents(arrays: Mapping[str, Any], group: ProcessGroup) -> _Contents:
     for name, array in alike:
         start, stop = max(first - begun, 0), min(last - begun, array.nbytes)
         if start < stop:
-            pieces.append((name, start, _copy(_octets(array)[start:stop])))
+            pieces.append((name, start, _octets(array)[start:stop]))
         begun += array.nbytes
+    if copy:
+        pieces = [(name, start, memoryview(bytes(octets))) for name, start, octets in pieces]
     return _Contents(described, pieces)
 
 
@@ -262,10 +266,6 @@ def _check_covered(name: str, dtype: str, shape: list[int], pieces: list[Piece])
 
 def _row_bytes(array: Array) -> int:
     return int(np.prod(array.shape[1:], dtype=np.int64)) * array.itemsize
-
-
-def _copy(octets: memoryview) -> memoryview:
-    return memoryview(bytes(octets))
 
 
 def _octets(array: Array) -> memoryview:

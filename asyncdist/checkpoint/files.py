@@ -39,6 +39,9 @@ __all__ = [
 BLOCK_BYTES: Final = 4 << 20
 """What one checksum covers, and so the least that is read where a rank needs a part of a piece."""
 
+CACHED_BYTES: Final = 256 << 10
+"""So much is read or written at once, as its checksum is taken while it is in the processor's cache."""
+
 _INDEX: Final = "index.json"
 _NAME: Final = "saved-"
 VERSION: Final = 1
@@ -93,9 +96,15 @@ def write_pieces(path: Path, pieces: Iterable[tuple[str, int, memoryview]]) -> l
     with path.open("xb", buffering=0) as file:
         offset = 0
         for name, start, data in pieces:
-            for begun in range(0, data.nbytes, BLOCK_BYTES):
-                _write_all(file, data[begun : begun + BLOCK_BYTES])
-            checksums = [zlib.crc32(block) for block in _blocks(data)]
+            checksums = []
+            for block in _cut(data, BLOCK_BYTES):
+                checksum = 0
+                for part in _cut(block, CACHED_BYTES):
+                    checksum = zlib.crc32(part, checksum)
+                    _write_all(file, part)
+                checksums.append(checksum)
+                if len(checksums) % 8 == 0:
+                    os.fdatasync(file.fileno())
             written.append(Piece(name, start, data.nbytes, path.name, offset, checksums))
             offset += data.nbytes
         os.fsync(file.fileno())
@@ -158,7 +167,10 @@ def _read_piece(file: Any, piece: Piece, start: int, target: memoryview, place: 
         whole = last - first == nbytes
         block = target[first - start : last - start] if whole else memoryview(bytearray(nbytes))
         file.seek(piece.offset + begun)
-        if _read_all(file, block) < nbytes or zlib.crc32(block) != piece.checksums[number]:
+        checksum = 0
+        for part in _cut(block, CACHED_BYTES):
+            checksum = zlib.crc32(part[: _read_all(file, part)], checksum)  # of a short file another one
+        if checksum != piece.checksums[number]:
             raise CheckpointError(
                 f"{place / piece.file} is damaged: bytes {begun} to {begun + nbytes} of what it holds of "
                 f"{piece.name!r} are not what was written"
@@ -167,9 +179,9 @@ def _read_piece(file: Any, piece: Piece, start: int, target: memoryview, place: 
             target[first - start : last - start] = block[first - begun : last - begun]
 
 
-def _blocks(data: memoryview) -> Iterator[memoryview]:
-    for begun in range(0, data.nbytes, BLOCK_BYTES):
-        yield data[begun : begun + BLOCK_BYTES]
+def _cut(data: memoryview, nbytes: int) -> Iterator[memoryview]:
+    for begun in range(0, data.nbytes, nbytes):
+        yield data[begun : begun + nbytes]
 
 
 def _write_all(file: Any, data: memoryview) -> None:
