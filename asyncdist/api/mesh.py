@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -28,6 +28,7 @@ def init_device_mesh(
     mesh_shape: Sequence[int],
     *,
     mesh_dim_names: Sequence[str] | None = None,
+    backend_override: Mapping[int | str, str] | None = None,
     group: Group = None,
     timeout: Timeout = INHERIT,
 ) -> DeviceMesh:
@@ -37,7 +38,14 @@ def init_device_mesh(
     """
     parent = resolve(group)
     mesh = arrange(parent.ranks, mesh_shape)
-    return DeviceMesh(device_type, mesh, mesh_dim_names=mesh_dim_names, group=parent, timeout=timeout)
+    return DeviceMesh(
+        device_type,
+        mesh,
+        mesh_dim_names=mesh_dim_names,
+        backend_override=backend_override,
+        group=parent,
+        timeout=timeout,
+    )
 
 
 def arrange(ranks: Sequence[int], mesh_shape: Sequence[int]) -> Array:
@@ -54,7 +62,8 @@ class DeviceMesh:
     `mesh` (nested lists or an array of ints, any number of dimensions) has every (global) rank of `group` once.
     `mesh_dim_names` name its dimensions. Each rank has one group along each dimension: `get_group`. Groups that hold
     one kind of array hold the other as well, so `device_type` ("cpu" or "cuda") is only kept. The groups end with
-    their world; `timeout` is that of their collectives, by default the parent's.
+    their world; `timeout` is that of their collectives, by default the parent's, and so is the backend, unless
+    `backend_override` names another one for a dimension (by its number or name).
 
     `mesh["tp"]` and `mesh["dp", "tp"]` are meshes of those dimensions, which share the groups: this rank's slice of the
     grid. Raises ValueError for ranks that are missing, repeated or not in the group, and for names that are repeated or
@@ -69,6 +78,7 @@ class DeviceMesh:
         mesh: npt.ArrayLike,
         *,
         mesh_dim_names: Sequence[str] | None = None,
+        backend_override: Mapping[int | str, str] | None = None,
         group: Group = None,
         timeout: Timeout = INHERIT,
     ) -> None:
@@ -90,8 +100,9 @@ class DeviceMesh:
         self._whole = _Grid(
             grid, parent, partial(self._new_group, timeout=timeout), dict(zip(names or (), self._axes, strict=False))
         )
+        backends = {self._dimension(which): name for which, name in (backend_override or {}).items()}
         for axes in self._axes:
-            self._whole.make(axes)
+            self._whole.make(axes, backends.get(axes))
 
     def _parent(self, group: Any) -> ProcessGroup:
         return resolve(group)
@@ -212,7 +223,7 @@ class _Grid:
             place = place * self.grid.shape[axis] + self.coordinate[axis]
         return place
 
-    def make(self, axes: Axes) -> None:
+    def make(self, axes: Axes, backend: str | None = None) -> None:
         """Make the groups along `axes`, unless they are made."""
         if axes in self.groups:
             return
@@ -220,6 +231,6 @@ class _Grid:
         others = [axis for axis in range(self.grid.ndim) if axis not in axes]
         lines = self.grid.transpose([*others, *axes]).reshape(-1, self.length(axes)).tolist()
         for line in lines:
-            group = self._new_group(line, group_desc=name, sort_ranks=False, group=self._parent)
+            group = self._new_group(line, backend=backend, group_desc=name, sort_ranks=False, group=self._parent)
             if self.rank in line:
                 self.groups[axes] = group

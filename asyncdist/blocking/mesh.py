@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncdist.api import groups
@@ -29,10 +29,18 @@ def init_device_mesh(
     mesh_shape: Sequence[int],
     *,
     mesh_dim_names: Sequence[str] | None = None,
+    backend_override: Mapping[int | str, str] | None = None,
     group: ProcessGroup | None = None,
     timeout: Timeout = INHERIT,
 ) -> DeviceMesh:
     """See `asyncdist.init_device_mesh`."""
     parent = get_default_group() if group is None else group
     mesh = arrange(parent.ranks, mesh_shape)
-    return DeviceMesh(device_type, mesh, mesh_dim_names=mesh_dim_names, group=parent, timeout=timeout)  # type: ignore[arg-type] # resolved by `_parent`
+    return DeviceMesh(
+        device_type,
+        mesh,
+        mesh_dim_names=mesh_dim_names,
+        backend_override=backend_override,
+        group=parent,  # type: ignore[arg-type] # resolved by `_parent`
+        timeout=timeout,
+    )

@@ -91,6 +91,25 @@ def test_any_arrangement(shape: list[int], random: Any) -> None:
     run_world(grid.size, main)
 
 
+def test_a_dimension_may_have_another_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def noted(ranks: list[int], **options: Any) -> Any:
+        made.append((ranks, options["backend"]))
+        return dist.new_group(ranks, **options)
+
+    monkeypatch.setattr(dist.DeviceMesh, "_new_group", staticmethod(noted))
+
+    async def main(group: Group) -> None:
+        dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"), backend_override={0: "aio", "b": "cpu:aio"})
+        for override, kind in [({"c": "aio"}, KeyError), ({2: "aio"}, IndexError), ({0: "x"}, ValueError)]:
+            with pytest.raises(kind):
+                dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"), backend_override=override)
+
+    run_world(2, main)
+    assert made[:3] == [([0, 1], "aio"), ([0], "cpu:aio"), ([1], "cpu:aio")]
+
+
 def test_a_mesh_of_some_ranks() -> None:
     async def main(group: Group) -> Any:
         some = dist.new_group([1, 2, 3, 4])
