@@ -55,7 +55,7 @@ def all_gather(
     work = collectives.all_gather_into_tensor(gathered, array, found, tag=tag, timeout=timeout)
     shape = [*array.shape]
     shape[dim] *= found.size
-    return _converted(found, work, lambda: np.moveaxis(gathered, 0, dim).reshape(shape))
+    return _joined(found, "all_gather", [work], lambda: np.moveaxis(gathered, 0, dim).reshape(shape))
 
 
 def reduce_scatter(
@@ -72,7 +72,8 @@ def reduce_scatter(
     Raises ValueError where that dimension cannot be cut into equal parts.
     """
     found = resolve(group)
-    parts = _cut(host_array(x, "x"), _dimension(host_array(x, "x"), scatter_dim, "scatter_dim"), found.size)
+    array = host_array(x, "x")
+    parts = _cut(array, _dimension(array, scatter_dim, "scatter_dim"), found.size)
     return collectives.reduce_scatter_tensor(np.empty_like(parts[0]), parts, op, found, tag=tag, timeout=timeout)
 
 
@@ -97,7 +98,7 @@ def all_to_all(
     work = collectives.all_to_all_single(received, parts, group=found, tag=tag, timeout=timeout)
     shape = [*parts.shape[1:]]
     shape[dim] *= found.size
-    return _converted(found, work, lambda: np.moveaxis(received, 0, dim).reshape(shape))
+    return _joined(found, "all_to_all", [work], lambda: np.moveaxis(received, 0, dim).reshape(shape))
 
 
 def permute(
@@ -142,10 +143,6 @@ def _cut(array: Array, dim: int, count: int) -> Array:
         raise ValueError(f"dimension {dim} has {length} elements, which {count} ranks cannot share evenly")
     shape = [*array.shape[:dim], count, length // count, *array.shape[dim + 1 :]]
     return np.ascontiguousarray(np.moveaxis(array.reshape(shape), dim, 0))
-
-
-def _converted(group: ProcessGroup, work: Work[Any], convert: Callable[[], Array]) -> Work[Array]:
-    return _joined(group, work.operation, [work], convert)
 
 
 def _joined(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from asyncdist.api import groups
@@ -10,7 +10,6 @@ from asyncdist.api.mesh import DeviceMesh as InnerMesh
 from asyncdist.api.mesh import arrange
 from asyncdist.blocking.group import ProcessGroup, get_default_group
 from asyncdist.blocking.lifting import issued
-from asyncdist.concurrency.deadline import INHERIT, Timeout
 
 __all__ = ["DeviceMesh", "init_device_mesh"]
 
@@ -25,22 +24,8 @@ class DeviceMesh(InnerMesh):
 
 
 def init_device_mesh(
-    device_type: str,
-    mesh_shape: Sequence[int],
-    *,
-    mesh_dim_names: Sequence[str] | None = None,
-    backend_override: Mapping[int | str, str] | None = None,
-    group: ProcessGroup | None = None,
-    timeout: Timeout = INHERIT,
+    device_type: str, mesh_shape: Sequence[int], *, group: ProcessGroup | None = None, **options: Any
 ) -> DeviceMesh:
-    """See `asyncdist.init_device_mesh`."""
-    parent = get_default_group() if group is None else group
-    mesh = arrange(parent.ranks, mesh_shape)
-    return DeviceMesh(
-        device_type,
-        mesh,
-        mesh_dim_names=mesh_dim_names,
-        backend_override=backend_override,
-        group=parent,  # type: ignore[arg-type] # resolved by `_parent`
-        timeout=timeout,
-    )
+    """Arrange the ranks of a group as a grid; the options are those of `asyncdist.init_device_mesh`."""
+    parent: Any = get_default_group() if group is None else group  # resolved by `_parent`
+    return DeviceMesh(device_type, arrange(parent.ranks, mesh_shape), group=parent, **options)
