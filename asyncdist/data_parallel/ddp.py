@@ -174,7 +174,7 @@ class DistributedDataParallel:
 
     @contextlib.asynccontextmanager
     async def join(self) -> AsyncIterator[None]:
-        """Train within it where ranks have different numbers of steps: who has no more takes part with zeros.
+        """Train within it where ranks have different numbers of steps: a rank that has no more takes part with zeros.
 
         Averages stay those over all ranks of the group. At the end all have the parameters of the rank that came last.
         Every rank enters it, and every step within it says so to the others, by one small all_reduce.

@@ -200,7 +200,7 @@ class Team:
             return Reduced(operation.tensor, group.ranks)
 
     def _forget(self, operation: _Operation) -> None:
-        """What it was issued as has failed, or is done with those that are lost."""
+        """Drop the result of the operation's last try: that try failed, or holds values of lost ranks."""
         if operation.issued is not None:
             operation.issued._retrieved = True
 
@@ -224,7 +224,7 @@ class Team:
             current._abort(error, *how)  # who waits in a barrier there is to hear of it
 
     def asked(self, core: GroupCore) -> None:
-        """Another rank asks who is left of that group."""
+        """Another rank has begun an agreement on the ranks that are left of the group of `core`."""
         if core is _core(self._groups[-1]):
             self._agree()
 
@@ -251,7 +251,7 @@ class Team:
             self._enter(group)
 
     async def _agreed(self, group: ProcessGroup, operation: _Operation) -> None:
-        """Wait until those that are left of `group` are known."""
+        """Wait for the agreement on the ranks that are left of `group`."""
         loop, deadline = self.core.world.loop, operation.deadline
         where = self.core.where(OPERATION, operation.work.sequence)
         while group is self._groups[-1] and self.ended is None:

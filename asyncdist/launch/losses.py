@@ -47,14 +47,14 @@ class Losses:
         self._loop.add_reader(self._listener, self._accept)
 
     def tell(self, ranks: Sequence[tuple[int, int]], why: str) -> None:
-        """Tell all ranks of the attempt, also those that connect later, that these ranges of ranks are lost."""
+        """Tell all ranks of the attempt that these ranges of ranks are lost; ranks that connect later are told too."""
         line = json.dumps({"ranks": ranks, "why": why}).encode() + b"\n"
         self._told.append(line)
         for rank in self._ranks:
             _send(rank, line)
 
     def forget(self) -> None:
-        """Another attempt begins: what was lost in the last one does not concern its ranks."""
+        """Forget the losses of the last attempt, and disconnect its ranks: another attempt begins."""
         self._told.clear()
         while self._ranks:
             self._ranks.pop().close()

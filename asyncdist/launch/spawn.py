@@ -50,7 +50,7 @@ class SpawnContext:
     def __init__(self, hosted: asyncdist_server.ThreadedServer | None) -> None:
         self.processes: list[BaseProcess] = []
         self.results: list[Any] = []
-        """What the ranks have returned, in rank order; None of those that have not ended well."""
+        """Each rank's return value, in rank order; None for a rank that failed."""
         self._pipes: list[Connection | None] = []  # None: read
         self._tracebacks: list[str] = []
         self._hosted = hosted

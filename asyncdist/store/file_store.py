@@ -100,7 +100,7 @@ class FileStore(RequestStore):
         return f"FileStore({self._log.path!r})"
 
     def clone(self) -> FileStore:
-        """See `Store.clone`; the clone is one of those that must close before the file is removed."""
+        """See `Store.clone`; the file is removed once the clone is closed too."""
         if self._closed:
             raise ClosedError(f"{self!r} is closed")
         return FileStore(self.path, timeout=self._timeout_s)

@@ -281,7 +281,7 @@ class StripedConnection(Connection):
         return None
 
     def _acknowledge(self, path: Path) -> None:
-        """Say over `path` what is handled; where a chunk is under way there, the next one says it."""
+        """Send an acknowledgement over `path`, unless a chunk is under way there: the next chunk carries it."""
         if path.sock is not None and path.rest is None:
             self._told = self._handled
             self._send(path, HEADER.pack(0, self._handled, 0))
@@ -330,7 +330,7 @@ class StripedConnection(Connection):
             self._flush = self._loop.call_soon(self._flush_now)
 
     def _flush_now(self) -> None:
-        """Paths may have room: what is to be sent again goes first, then what the core has queued."""
+        """Write to paths that have room: lost chunks first, then what the core has queued."""
         if self._flush is not None:
             self._flush.cancel()
             self._flush = None
