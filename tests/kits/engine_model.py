@@ -14,7 +14,7 @@ from typing import Any
 
 import msgpack
 
-from asyncdist_server.engine.membership import JOB_LINGER_S
+from asyncdist_server.engine.membership import JOB_LINGER_S, RETURN_S
 from asyncdist_server.wire import messages as m
 
 __all__ = ["StoreModel", "Waiting"]
@@ -63,6 +63,7 @@ class JobModel:
         self.members: dict[bytes, int] = {}  # who came, and by which lease
         self.last_round: list[bytes] = []  # those of the last round that have not gone
         self.completes_at = math.inf
+        self.gives_up_at = math.inf  # those of `last_round` whose connections are lost, as only they do not wait
 
 
 class StoreModel:
@@ -221,6 +222,7 @@ class StoreModel:
                     lease.ends = self.now + lease.ttl_s
                     if any(self.members_waiting(name) for name, holder in self.job.members.items() if holder == number):
                         self.end_lease(number, m.EVENT_EXPIRE)
+                    self.settle()
 
     def client_came(self, client: int) -> None:
         """And made anew."""
@@ -245,7 +247,7 @@ class StoreModel:
             if lease in job.members.values():
                 return "lease"
             self.waiting.append(waiter)
-            if self.leases[holder].client is not None and self.leases[holder].ends < math.inf:
+            if self.deserted(self.leases[holder]):
                 self.end_lease(holder, m.EVENT_EXPIRE)
             return ""
         if any(number == lease and other != name for other, number in job.members.items()):
@@ -289,12 +291,25 @@ class StoreModel:
     def settle(self) -> None:
         """See whether the round is complete, or when it will be."""
         job, waiting = self.job, [each.member for each in self.members_waiting()]
-        if len(waiting) < job.least or any(name not in waiting for name in job.last_round):
+        job.gives_up_at = math.inf
+        if len(waiting) < job.least or self.absent():
             job.completes_at = math.inf
+            absent = [self.leases[job.members[name]] for name in self.absent()]
+            if len(waiting) >= job.least and all(map(self.deserted, absent)):
+                job.gives_up_at = max(lease.ends - lease.ttl_s for lease in absent) + RETURN_S
         elif len(waiting) >= job.most or not job.settle_s:
             self.complete()
         else:
             job.completes_at = min(job.completes_at, self.now + job.settle_s)
+
+    def absent(self) -> list[bytes]:
+        """Members of the last round that do not wait for the next."""
+        waiting = [each.member for each in self.members_waiting()]
+        return [name for name in self.job.last_round if name not in waiting]
+
+    def deserted(self, lease: LeaseModel) -> bool:
+        """Whether it is bound to a connection that is lost."""
+        return lease.client is not None and lease.ends < math.inf
 
     def complete(self) -> None:
         """Begin the next epoch."""
@@ -323,6 +338,11 @@ class StoreModel:
                 if prefix == self.PREFIX:
                     self.job.epoch = 0
                 self.clear(prefix)
+        if self.job.gives_up_at <= self.now:
+            self.job.gives_up_at = math.inf
+            for number in [self.job.members[name] for name in self.absent()]:
+                if self.deserted(self.leases[number]):
+                    self.end_lease(number, m.EVENT_EXPIRE)
         if self.job.completes_at <= self.now:
             self.complete()
         for waiter in [each for each in self.waiting if each.deadline <= self.now]:

@@ -57,6 +57,11 @@ class Lease(Timed):
         """Whether the connection that it is bound to was there since the daemon began, and is lost."""
         return self.owner is not None and self.deadline is not None and self.idle_since is None
 
+    @property
+    def deserted_at(self) -> float:
+        """When that connection was lost; 0.0 unless it is."""
+        return 0.0 if self.deadline is None else self.deadline - self.ttl_s
+
     def postpone(self, now: float) -> None:
         """Let the lease end `ttl_s` after `now`, which may be a while ago where there is a clock that knows better."""
         clock = self._state.clock
@@ -182,6 +187,8 @@ class Leases:
                 lease.postpone(now)
                 if any(name in job.namesakes for job, name in lease.jobs.items()):
                     self.end(lease, EVENT_EXPIRE, now)
+                for job in list(lease.jobs):
+                    job.advance(now)
 
     def renew_all(self, namespace: Namespace, now: float) -> None:
         """Give every lease its full time again: the daemon was away, not those who vouch for them.

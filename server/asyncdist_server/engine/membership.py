@@ -6,7 +6,8 @@ epoch. Ranks: members of the previous round keep their order and come first, so 
 state as long as anybody has it; then the new ones in the order of their names (numbers in names count as numbers).
 
 A name belongs to one member. Who joins under the name of a member whose connection is lost takes its place at once, and
-waits while that one lives.
+waits while that one lives. A round that waits for nobody but members whose connections are lost waits `RETURN_S` for
+them, however long their leases last: a client that lives has made its connection anew by then.
 
 A job can be seen in the keys under `job/<job>/`. `members/<name>` is there from a member's first join until it leaves
 or is lost; it is bound to the member's lease, and its value is the lease's number. `epoch` is the last round, as
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 
 JOB_LINGER_S: Final = 30.0
 """How long a job without members is remembered: a launcher that starts all of them again finds its epoch and keys."""
+RETURN_S: Final = 0.5
+"""How long a round waits for a member whose connection is lost: its client connects anew within milliseconds."""
 MAX_EPOCH: Final = 2**62
 """The largest that is believed when it is found among the keys: what follows still fits into a message."""
 MAX_NAMES_BYTES: Final = 4 * 1024 * 1024
@@ -69,7 +72,7 @@ def name_order(name: bytes) -> list[Any]:
 
 
 class Settling(Timed):
-    """The time in which a round waits for more than the least number of members."""
+    """The time in which a round waits for more than the least number of members, or for lost ones to come back."""
 
     __slots__ = ("_job",)
 
@@ -79,7 +82,7 @@ class Settling(Timed):
 
     def fire(self, now: float) -> None:
         """No other member came."""
-        self._job.complete()
+        self._job.settled(now)
 
 
 class Namesakes:
@@ -363,11 +366,27 @@ class Job:
         waiting = len(self.waiting)
         if waiting < self.least or self.absent:
             self._stop_settling()
+            absent = (self.leases[name] for name in self.absent)
+            if waiting >= self.least and all(lease.deserted for lease in absent):
+                lost_at = max(self.leases[name].deserted_at for name in self.absent)
+                self._settle_until(max(now, lost_at + RETURN_S))
         elif waiting >= self.most or not self.settle_s:
             self.complete()
         elif self._settling is None:
-            self._settling = Settling(self, now + self.settle_s)
-            self._state.timers.arm(self._settling)
+            self._settle_until(now + self.settle_s)
+
+    def _settle_until(self, deadline: float) -> None:
+        self._settling = Settling(self, deadline)
+        self._state.timers.arm(self._settling)
+
+    def settled(self, now: float) -> None:
+        """No other member came; those that were waited for are lost unless their connections are there again."""
+        self._stop_settling()
+        lost = [lease for lease in map(self.leases.__getitem__, self.absent) if lease.deserted]
+        for lease in lost:
+            self._state.leases.end(lease, EVENT_EXPIRE, now)
+        if not lost and not self.absent:
+            self.complete()
 
     def _stop_settling(self) -> None:
         if self._settling is not None:

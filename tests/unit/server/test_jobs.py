@@ -12,7 +12,13 @@ from journal_kit import JournaledEngine, MemoryJournal
 
 from asyncdist_server.engine.engine import StoreEngine
 from asyncdist_server.engine.history import HISTORY_LINGER_S
-from asyncdist_server.engine.membership import JOB_LINGER_S, MAX_NAMES_BYTES, NAME_OVERHEAD_BYTES, name_order
+from asyncdist_server.engine.membership import (
+    JOB_LINGER_S,
+    MAX_NAMES_BYTES,
+    NAME_OVERHEAD_BYTES,
+    RETURN_S,
+    name_order,
+)
 from asyncdist_server.wire import messages as m
 from asyncdist_server.wire.messages import Names
 
@@ -162,11 +168,48 @@ def test_a_round_does_not_settle_without_a_member_that_is_away(users: list[User]
             pass_time(users, 0.1)
             assert (told(a)[:2], told(b)[:2]) == ((1, 0), (1, 1))
     b.lose()
-    pass_time(users, 0.9)
+    pass_time(users, RETURN_S - 0.01)
     assert a.take() == []  # it may come back yet
-    pass_time(users, 0.1)  # it does not
+    pass_time(users, 0.02)  # it does not
+    assert a.take() == []
     pass_time(users, 0.1)
     assert told(a) == (2, 0, [b"a"])
+
+
+def two_at_work(a: User, b: User) -> None:
+    join(a, b"a", 1, 2)
+    join(b, b"b", 1, 2)
+    told(a)
+    join(a, b"a", 1, 2)
+    assert (told(a)[:2], told(b)[:2]) == ((2, 0), (2, 1))
+
+
+def test_a_round_that_waits_for_lost_connections_only_does_not_wait_for_their_leases(users: list[User]) -> None:
+    a, b = users[:2]
+    two_at_work(a, b)
+    b.lose()
+    pass_time(users, RETURN_S - 0.1)
+    join(a, b"a", 1, 2)
+    pass_time(users, 0.09)
+    assert a.take() == []
+    pass_time(users, 0.02)
+    assert told(a) == (3, 0, [b"a"])
+
+
+def test_a_member_that_is_back_within_that_time_is_waited_for(users: list[User]) -> None:
+    a, b = users[:2]
+    two_at_work(a, b)
+    join(a, b"a", 1, 2)
+    b.lose()
+    pass_time(users, RETURN_S - 0.01)
+    b.connect()
+    pass_time(users, 5)
+    assert a.take() == []
+    b.lose()
+    pass_time(users, RETURN_S - 0.01)
+    assert a.take() == []
+    pass_time(users, 0.02)
+    assert told(a) == (3, 0, [b"a"])
 
 
 def test_more_members_than_there_is_room_for_wait(users: list[User]) -> None:
