@@ -130,6 +130,7 @@ from asyncdist.errors import (
     WaitTimeoutError,
     WatchCompactedError,
 )
+from asyncdist.fleet import Worlds
 from asyncdist.group.methods.streams import ChunkStream, StreamChunk
 from asyncdist.group.non_member import NonMember
 from asyncdist.group.process_group import ProcessGroup
@@ -206,6 +207,7 @@ __all__ = [
     "WatchCompactedError",
     "WatchEvent",
     "Work",
+    "Worlds",
     "__version__",
     "all_gather",
     "all_gather_array",

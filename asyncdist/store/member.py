@@ -8,7 +8,8 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, Self
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 from asyncdist.concurrency.deadline import INHERIT, Timeout, timeout_seconds
 from asyncdist.concurrency.tasks import telling
@@ -23,6 +24,7 @@ from asyncdist_server.wire import messages
 from asyncdist_server.wire.key_text import shown
 
 if TYPE_CHECKING:
+    from asyncdist.fleet import Worlds
     from asyncdist.store.request_store import CoordinatingStore
 
 __all__ = ["DEFAULT_SETTLE_S", "MemberEvent", "Membership"]
@@ -56,13 +58,19 @@ class Membership(AsyncIterator[MemberEvent]):
         self._ask = store.ask
         self._watch_from = store.watch
         self._default_timeout_s = store.timeout
-        self._arguments = (encoded_key(job), encoded_key(name), least, most, timeout_ms(settle_s))
+        self._arguments = (encoded_key(job), encoded_key(name), least, most)
         self._prefix = f"job/{job}/members/"
         self._lease: Lease | None = None
         self._watch: Watch | None = None
-        self._left = False
+        self._ended = False
+        self._worlds: Worlds | None = None
         self.job = job
         self.name = name
+        self.most = most
+        """The most members that a round may have."""
+        self.settle_s = settle_s
+        self.left = False
+        """Whether this process has left, or is leaving."""
         self.epoch = 0
         """How many rounds the job has had; all members of a round have the same."""
         self.rank = -1
@@ -78,16 +86,18 @@ class Membership(AsyncIterator[MemberEvent]):
             f"epoch {self.epoch}>"
         )
 
-    async def rejoin(self, timeout: Timeout = INHERIT) -> Self:
+    async def rejoin(self, timeout: Timeout = INHERIT, *, settle: Timeout = INHERIT) -> Self:
         """Wait for the next epoch with all members still there; returns this object with its new epoch and rank.
 
-        Raises StoreTimeoutError, whose `keys` name the members that did not come, and LeaseLostError, as where another
-        process has joined under this name. After an error, or when cancelled, this process is no member any more.
+        `settle` is as of `Store.join`, and what that was given by default. Raises StoreTimeoutError, whose `keys` name
+        the members that did not come, and LeaseLostError, as where another process has joined under this name. After an
+        error, or when cancelled, this process is no member any more.
         """
         timeout_s = timeout_seconds(timeout, self._default_timeout_s)
-        if self._lease is None or self._left:
+        if self._lease is None or self._ended:
             raise LeaseLostError(f"{self!r} is no member any more")
-        arguments = (*self._arguments, self._lease.id)
+        settle_s = timeout_seconds(settle, self.settle_s) or 0.0
+        arguments = (*self._arguments, timeout_ms(settle_s), self._lease.id)
         try:
             self._lease.raise_if_lost()
             answer = await self._ask(messages.JOIN, arguments, timeout_s)
@@ -121,7 +131,7 @@ class Membership(AsyncIterator[MemberEvent]):
                 return MemberEvent(kinds.get(event.kind, "lost"), member)
             if event.kind == "expire":
                 raise await self._why_lost(f"{self!r} was taken for lost: the store did not hear from it in time")
-            if event.kind == "delete" and not self._left:
+            if event.kind == "delete" and not self._ended:
                 raise LeaseLostError(f"{self!r} was expelled by another member")
 
     def outlive_outages(self) -> None:
@@ -139,18 +149,54 @@ class Membership(AsyncIterator[MemberEvent]):
             f"{self!r} was replaced: another process joined under its name while its connection was lost"
         )
 
+    def worlds(
+        self, backend: str | None = None, timeout: Timeout = INHERIT, *, finish: Timeout = 1.0, **options: Any
+    ) -> Worlds:
+        """Iterate over the process groups of the members that are there: a new one whenever members come or go.
+
+            async for world in (worlds := member.worlds()):
+                with contextlib.suppress(dist.PeerLostError, dist.GroupAbortedError):
+                    while not worlds.changing:
+                        await world.all_reduce(x)
+
+        A member's rank in the group is its rank in the epoch; `members` has the names. The group is the default group
+        of the context. A world ends when a member is lost or leaves; when newcomers have waited for `settle` seconds
+        (see `Store.join`) and there is room for them; and when a member asks for the next one. `worlds.changing` then
+        says why. If a member was lost, operations of the group fail at once. Else the turn, which is the body of the
+        loop, has `finish` seconds to come to an end. After that operations fail with GroupAbortedError, whose text says
+        that a new world forms and why, or with PeerLostError (`left`), if the other member has ended its turn first.
+
+        The next iteration leaves the old world in order, so that all members finish what one of them has finished, and
+        waits without limit until all members have ended their turns and at least `min` are there; cancelling that ends
+        the membership. The last world ends with the membership, and `leave` ends the iteration. Raises LeaseLostError
+        as `rejoin` does, and as `init_process_group` where this member cannot be in a world; `backend`, `timeout` and
+        `options` are for that function. Read events by the worlds or by the membership, not by both. A process may be
+        in worlds of several memberships.
+        """
+        from asyncdist.fleet import Worlds
+
+        self._worlds = Worlds(self, timeout_seconds(finish, None), backend=backend, timeout=timeout, **options)
+        return self._worlds
+
     async def wait_lost(self) -> str:
         """Wait until this process is no member any more, or may not be, and return why; may be cancelled."""
         return "it never joined" if self._lease is None else await self._lease.wait_lost()
 
     async def leave(self) -> None:
         """Leave the job; the others are told. May be called twice. DistStoreError if the store cannot be told."""
-        if self._left:
-            return
-        self._left = True
-        await self._stop_watching()
-        if self._lease is not None and not self._lease.lost:
-            await self._lease.revoke()
+        self.left = True
+        try:
+            await self._end_worlds(None)
+        finally:
+            if not self._ended:
+                self._ended = True
+                await self._stop_watching()
+                if self._lease is not None and not self._lease.lost:
+                    await self._lease.revoke()
+
+    async def _end_worlds(self, error: BaseException | None) -> None:
+        if self._worlds is not None:
+            await self._worlds.end(error, for_good=True)
 
     async def _stop_watching(self) -> None:
         watch, self._watch = self._watch, None
@@ -158,7 +204,7 @@ class Membership(AsyncIterator[MemberEvent]):
             await watch.close()
 
     def _abandon(self) -> None:
-        self._left = True
+        self._ended = True
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.close_with(StopAsyncIteration)
@@ -185,9 +231,14 @@ class Membership(AsyncIterator[MemberEvent]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         try:
-            await self.leave()
+            try:
+                await self._end_worlds(error)
+            finally:
+                await self.leave()
         except DistError:
             if kind is None:
                 raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import contextlib
 import re
 import shlex
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from asyncdist_server.serving.threaded import serve_in_thread
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-ENDLESS = ("async for event in",)
+ENDLESS = ("async for event in", "async for world in")
 """Loops over what happens: they are cut off when they wait for the next event."""
 
 SCRIPTS = ("dist.run(", "import asyncdist.blocking")
@@ -69,6 +70,7 @@ def assumed(store: dist.Store) -> dict[str, Any]:
 
     return {
         "asyncio": asyncio,
+        "contextlib": contextlib,
         "np": np,
         "cupy": np,
         "dist": dist,

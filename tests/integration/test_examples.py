@@ -20,6 +20,7 @@ DEMO = EXAMPLES / "train_digits.py"
 UPDATE = EXAMPLES / "weight_update.py"
 GPU_UPDATE = EXAMPLES / "gpu_weight_update.py"
 ELASTIC = EXAMPLES / "elastic_training.py"
+FLEET = EXAMPLES / "fleet.py"
 
 PRINTED = {
     "collectives": [
@@ -125,6 +126,7 @@ def test_every_example_is_tested_and_says_how_to_run_it() -> None:
         DEMO,
         UPDATE,
         GPU_UPDATE,
+        FLEET,
         ELASTIC,  # tests/integration/launch/test_elastic_training.py
     }
     readme = (ROOT / "README.md").read_text()
@@ -133,6 +135,22 @@ def test_every_example_is_tested_and_says_how_to_run_it() -> None:
             rf"^    asyncdist run --nproc-per-node \d examples/{path.name}", path.read_text(), re.MULTILINE
         )
         assert f"examples/{path.name.replace('_blocking', '')}" in readme
+
+
+@pytest.mark.slow("workers come and go, each for its time")
+def test_workers_come_and_go_and_train_one_model() -> None:
+    done = launch(3, FLEET, "--steps", "60")
+    assert done.returncode == 0, done.stdout + done.stderr
+    printed = [re.sub(r"^\[rank \d\] ", "", line) for line in done.stdout.splitlines()]
+    worlds = [line.partition(":")[0] for line in printed if "from step" in line]
+    assert worlds[0] == "worker-0"
+    assert worlds[-1] == "worker-2"
+    assert len(worlds) == len(set(worlds)) > 3
+    goes = [re.fullmatch(r"(worker-\d) goes after step (\d+), weights: \[ 3. -2.  1.\]", line) for line in printed]
+    ends = [(found[1], int(found[2])) for found in goes if found]
+    assert [name for name, _ in ends] == ["worker-0", "worker-1", "worker-2"]
+    assert ends[0][1] == 60
+    assert ends[-1][1] > 60
 
 
 @pytest.mark.slow("runs an example of five processes")
