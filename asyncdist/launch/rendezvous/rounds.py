@@ -212,16 +212,19 @@ class Rounds:
 
     async def _current_run(self) -> str:
         """The name of the run that goes on, which begins now if there is none."""
-        key = self._root + "elastic"
+        key, runs, job_id = self._root + "elastic", self._root + "runs", self._job_id
+        name = b""
         with contextlib.suppress(StoreTimeoutError):
-            if name := await self._store.get(key, timeout=0):
-                return name.decode()
-        if self._job_id:
-            before = await self._store.add(self._root + "runs", 1) - 1
-            proposed = self._job_id + (f"-{before}" if before else "")
-        else:
-            proposed = secrets.token_hex(4)
-        return (await self._store.compare_set(key, b"", proposed)).decode()
+            name = await self._store.get(key, timeout=0)
+        if not name:
+            count = await self._store.add(runs, 0) if job_id else 0
+            name = await self._store.compare_set(
+                key, b"", f"{job_id}-{count}" if count else job_id or secrets.token_hex(4)
+            )
+        if job_id and name.startswith(job_id.encode()):  # whoever takes part sees to it that the next has another name
+            number = int(name[len(job_id.encode()) + 1 :] or 0)
+            await self._store.compare_set(runs, str(number), str(number + 1))
+        return name.decode()
 
     async def _unless_over(self, view: Store, joining: Awaitable[Membership]) -> Membership:
         """Wait for a round, unless the run ends before it begins."""

@@ -323,6 +323,29 @@ async def test_the_next_run_has_another_name(cluster: Cluster) -> None:
     assert set(await cluster.store.list_keys("launch/")) == {"launch/job/elastic", "launch/job/runs"}
 
 
+async def test_a_run_that_two_begin_in_the_same_instant_has_the_first_name(cluster: Cluster) -> None:
+    """The second has looked for a run when there was none yet, and is the first to name it."""
+    for name in ("job", "job-1"):
+        slow, quick = Node(cluster, (1, 2)), Node(cluster, (1, 2))
+        named = asyncio.Event()
+        compare_set = slow.store.compare_set
+
+        async def late(key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+            await named.wait()  # noqa: B023
+            return await compare_set(key, expected, desired)  # noqa: B023
+
+        slow.store.compare_set = late  # type: ignore[method-assign, assignment]
+        slow_name = asyncio.create_task(slow.rounds._current_run())
+        while not await cluster.store.list_keys("launch/job/runs"):
+            pass
+        assert await quick.rounds._current_run() == name
+        named.set()
+        assert await slow_name == name
+        await cluster.store.set("launch/job/elastic", b"")  # it is over
+        for node in (slow, quick):
+            await node.store.close()
+
+
 async def test_a_run_whose_launchers_were_all_killed_goes_on(cluster: Cluster) -> None:
     first = cluster.start((1, 2))
     _, plan = await first.world_of(1)
