@@ -55,6 +55,7 @@ _GIVE_UP_TIMEOUT_S: Final = 2.0
 """An interrupted launcher tries for this long to tell the others; they would notice at the next roll call."""
 
 _TOGETHER: Final = b"together"
+_DID_NOT_JOIN: Final = "did not join within"
 
 ENDED_WELL: Final = b"ok"
 """How an attempt ended on a node whose workers have all ended with 0."""
@@ -83,6 +84,8 @@ class Meeting:
         self._link_host = host
         self._root = f"launch/{job_id or 'default'}/"
         self._number = 0
+        self._verdict = b""
+        self._late = "", 0  # what one that gave up said, and how many had come then
         self.keys = self._root
         self.hosts: list[str] = []
         """The names of all nodes, once they have met."""
@@ -175,11 +178,21 @@ class Meeting:
         try:
             entries = await self._of_all("node", deadline.remaining_s(_now()))
         except StoreTimeoutError as error:
-            problem = f"nodes {_nodes_in(error)} of {self._nnodes} did not join within {timeout_s:g} s"
+            missing = _nodes_in(error)
+            problem = f"nodes {missing} of {self._nnodes} {_DID_NOT_JOIN} {timeout_s:g} s"
             await self._decide(problem.encode())
             await self._next_meeting()
+            before, came = self._late
+            if self._nnodes - len(missing) < came:
+                problem = (
+                    f"{before}, as a launcher said that gave up then; nobody has taken its place within {timeout_s:g} s"
+                )
             raise LaunchError(problem) from None
-        if entries is None or await self._roll_call(mine, deadline) != _TOGETHER:
+        if entries is None:
+            if _DID_NOT_JOIN in (verdict := self._verdict.decode()):
+                self._late = verdict, len(await self._store.list_keys(self.keys + "node/"))
+            return None
+        if await self._roll_call(mine, deadline) != _TOGETHER:
             return None
         return [json.loads(each) for each in entries]
 
@@ -206,7 +219,7 @@ class Meeting:
         if verdict.cancelled():
             found: list[bytes] = values.result()
             return found
-        verdict.result()
+        self._verdict = verdict.result()
         return None
 
     async def _decide(self, word: bytes) -> bytes:

@@ -147,6 +147,38 @@ async def test_a_time_out_of_one_does_not_end_the_others() -> None:
     assert len(await run_ids(patient, join(store, 1))) == 1
 
 
+async def test_launchers_whose_time_is_up_one_after_the_other_name_the_same_missing_node() -> None:
+    store = HashStore()
+    hasty, patient = join(store, None, 3, 0.1), join(store, None, 3, 0.3)
+    with pytest.raises(LaunchError, match=r"^nodes \[2\] of 3 did not join within 0.1 s$"):
+        await hasty
+    with pytest.raises(LaunchError) as raised:
+        await patient
+    assert str(raised.value) == (
+        "nodes [2] of 3 did not join within 0.1 s, as a launcher said that gave up then; nobody has taken its place "
+        "within 0.3 s"
+    )
+
+
+async def test_who_joins_after_that_is_not_said_to_be_missing() -> None:
+    store = HashStore()
+    hasty, patient = join(store, None, 3, 0.1), join(store, None, 3, 1.0)
+    with pytest.raises(LaunchError, match="did not join"):
+        await hasty
+    with pytest.raises(LaunchError, match=r"^nodes \[2\] of 3 did not join within 0.2 s$"):
+        await join(store, None, 3, 0.2)
+    with pytest.raises(LaunchError, match=r"^nodes \[2\] of 3 did not join within 0.2 s, as a launcher said"):
+        await patient
+    hasty, patient = join(store, None, 3, 0.1), join(store, None, 3, 0.4)
+    with pytest.raises(LaunchError, match="did not join"):
+        await hasty
+    last = join(store, None, 3, 60.0)
+    with pytest.raises(LaunchError, match=r"^nodes \[2\] of 3 did not join within 0.4 s$"):
+        await patient
+    last.cancel()
+    await asyncio.wait([last])
+
+
 async def test_who_is_silent_at_the_deadline_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes_module, "ROLL_CALL_S", 0.05)
     store = HashStore()
