@@ -10,7 +10,9 @@ import random
 import secrets
 import socket
 import ssl
-from collections.abc import Callable
+import weakref
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Final, NamedTuple, TypeAlias
 
 from asyncdist.concurrency.deadline import Deadline
@@ -37,6 +39,10 @@ from asyncdist_server.wire.messages import (
 
 __all__ = ["Dialled", "StoreDialer"]
 
+_turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, int], asyncio.Semaphore]] = (
+    weakref.WeakKeyDictionary()
+)
+
 ATTEMPT_TIMEOUT_S: Final = 10.0
 """One try to connect and shake hands: twice what the daemon allows for the handshake."""
 
@@ -49,7 +55,12 @@ NO_STORE_ANSWERS: Final = "connected, but no store answers there"
 FIRST_BACKOFF_S: Final = 0.02
 MAX_BACKOFF_S: Final = 2.0
 MAX_DOUBLINGS: Final = 10
-"""Between two tries; jittered by half, so that a thousand clients of a restarted daemon do not come in step."""
+"""Between two tries; jittered by half, so that a thousand clients of a restarted daemon do not come in step. Where the
+daemon, or this process, was too busy to shake hands, up to as long as the try has lasted: all would fail again."""
+
+MAX_HANDSHAKES: Final = 256
+"""With one daemon at a time, from one event loop: thousands that go on in step would all last longer than the daemon
+allows, and none would succeed."""
 
 TRANSIENT_REFUSALS: Final = frozenset({Refusal.TIMEOUT, Refusal.TOO_MANY_CONNECTIONS})
 """Refusals that trying again may cure."""
@@ -122,12 +133,14 @@ class StoreDialer:
         if self.tries:  # the last connection broke before it was of any use
             await self._pause(deadline)
         while True:
-            attempt_until = min(deadline, loop.time() + ATTEMPT_TIMEOUT_S)
+            attempt_until = deadline
             try:
-                async with asyncio.timeout_at(attempt_until) as self._attempt:
-                    dialled = await self._dial(Hello(self.client_id, to_retry(), client_name()), trouble)
-                    self.tries += 1  # until the connection gives its first answer
-                    on_connected(dialled)
+                async with self._turn(deadline):
+                    attempt_until = min(deadline, loop.time() + ATTEMPT_TIMEOUT_S)
+                    async with asyncio.timeout_at(attempt_until) as self._attempt:
+                        dialled = await self._dial(Hello(self.client_id, to_retry(), client_name()), trouble)
+                        self.tries += 1  # until the connection gives its first answer
+                        on_connected(dialled)
                 return
             except StoreRefusedError as error:
                 raise DistStoreError(f"{self.where}: {error}") from None
@@ -146,19 +159,32 @@ class StoreDialer:
                 raise DistStoreError(f"{self.where}: {NO_STORE_ANSWERS}: {trouble.stranger}")
             if tracing("store"):
                 emit("store", "dial_failed", where=self.where, problem=trouble.text)
-            await self._pause(deadline)
+            await self._pause(deadline, trouble.lasted_s)
             if loop.time() >= deadline:
                 problem = f"{trouble}{self._before()}"
                 if trouble.text == NO_STORE_ANSWERS:
                     raise ConnectTimeoutError(f"{self.where}: {problem} within {until.given_s:g} s")
                 raise ConnectTimeoutError(f"{self.where}: could not connect within {until.given_s:g} s: {problem}")
 
+    @asynccontextmanager
+    async def _turn(self, deadline: float) -> AsyncIterator[None]:
+        """Wait until no more than `MAX_HANDSHAKES` are under way with this daemon. Raises TimeoutError."""
+        of_loop = _turns.setdefault(asyncio.get_running_loop(), {})
+        turns = of_loop.setdefault((self.host, self.port), asyncio.Semaphore(MAX_HANDSHAKES))
+        async with asyncio.timeout_at(None if deadline == math.inf else deadline):
+            await turns.acquire()
+        try:
+            yield
+        finally:
+            turns.release()
+
     def _before(self) -> str:
         return "" if self.lost is None else f" (before: {self.lost})"
 
-    async def _pause(self, deadline: float) -> None:
-        """Wait before the next try, longer each time, until a connection gave an answer."""
+    async def _pause(self, deadline: float, busy_s: float = 0.0) -> None:
+        """Wait before the next try, longer each time, until a connection gave an answer; see `MAX_DOUBLINGS`."""
         pause_s = min(FIRST_BACKOFF_S * 2 ** min(self.tries, MAX_DOUBLINGS), MAX_BACKOFF_S) * random.uniform(0.5, 1.0)
+        pause_s = max(pause_s, random.uniform(0.0, busy_s))
         self.tries += 1
         await asyncio.sleep(min(pause_s, deadline - asyncio.get_running_loop().time()))
 
@@ -239,6 +265,8 @@ class Trouble:
         self._silent_closes = 0  # in a row
         self.connected_at = math.inf
         """When the connection was opened that has not answered yet, on the loop's clock; infinity without one."""
+        self.lasted_s = 0.0
+        """How long the last try had an open connection; that is long where the daemon is busy."""
         self.stranger = ""
         """The answer of a server there that is no store."""
 
@@ -249,6 +277,7 @@ class Trouble:
 
     def note(self, text: str) -> None:
         """Note why a try failed."""
+        self.lasted_s = max(0.0, asyncio.get_running_loop().time() - self.connected_at)
         self.text = text
         self._silent_closes = 0
 
@@ -258,12 +287,12 @@ class Trouble:
 
     def note_error(self, error: OSError) -> bool:
         """Note the error of a try. Returns true once: when `SILENT_CLOSES` connections in a row were just closed."""
-        self.connected_at = math.inf
         cut = isinstance(error, ConnectionAbortedError | ConnectionResetError | BrokenPipeError)
         closes = self._silent_closes + 1 if cut else 0
         refused = isinstance(error, ConnectionRefusedError)
         self.note("nothing listens there" if refused else str(error) or type(error).__name__)
         self._silent_closes = closes
+        self.connected_at = math.inf
         return closes == SILENT_CLOSES
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import re
 import socket
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from jobs import free_port
 from waiting import eventually
 
 from asyncdist.errors import ClosedError, ConnectTimeoutError, DistStoreError
-from asyncdist.store import TCPStore
+from asyncdist.store import TCPStore, dialer
 from asyncdist.store.dialer import SILENT_CLOSES
 from asyncdist.testing.store_conformance import task
 from asyncdist_server.serving.threaded import ThreadedServer, serve_in_thread
@@ -150,6 +151,62 @@ async def test_who_always_closes_is_tried_until_the_time_out() -> None:
         r"a proxy whose daemon is away, or no asyncdist store",
         str(caught.value),
     )
+
+
+async def test_a_process_shakes_hands_only_so_often_at_once(
+    server: ThreadedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thousands that went on in step would all last longer than the daemon allows, and begin again."""
+    monkeypatch.setattr(dialer, "MAX_HANDSHAKES", 8)
+    monkeypatch.setattr(dialer, "_turns", weakref.WeakKeyDictionary())
+    under_way: list[int] = [0]
+    most = 0
+    prove = dialer.prove
+
+    async def counted(*arguments: Any, **options: Any) -> Any:
+        nonlocal most
+        under_way[0] += 1
+        most = max(most, under_way[0])
+        try:
+            return await prove(*arguments, **options)
+        finally:
+            under_way[0] -= 1
+
+    monkeypatch.setattr(dialer, "prove", counted)
+    stores = await asyncio.gather(*(TCPStore.connect("127.0.0.1", server.port, timeout=60) for _ in range(50)))
+    assert most == 8
+    for store in stores:
+        await store.close()
+
+
+async def test_clients_that_a_busy_daemon_has_let_go_do_not_come_back_in_step() -> None:
+    held_s, count = 0.4, 30
+    came_s: list[float] = []
+    loop = asyncio.get_running_loop()
+    with socket.create_server(("127.0.0.1", 0), backlog=count) as listener:
+        listener.setblocking(False)
+        open_ones: list[socket.socket] = []
+
+        def accept() -> None:
+            connection, _ = listener.accept()
+            came_s.append(loop.time())
+            open_ones.append(connection)
+            loop.call_later(held_s, connection.close)
+
+        loop.add_reader(listener, accept)
+        port = listener.getsockname()[1]
+        tries = [asyncio.create_task(TCPStore.connect("127.0.0.1", port)) for _ in range(count)]
+        try:
+            await eventually(lambda: len(came_s) >= 2 * count)
+        finally:
+            loop.remove_reader(listener)
+            for one in tries:
+                one.cancel()
+            await asyncio.gather(*tries, return_exceptions=True)
+            for connection in open_ones:
+                connection.close()
+    again_s = sorted(came_s)[count : 2 * count]
+    assert again_s[-1] - again_s[0] > held_s / 2
 
 
 async def test_a_daemon_that_comes_up_behind_a_proxy_is_found() -> None:
