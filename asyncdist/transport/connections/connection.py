@@ -41,6 +41,9 @@ MAX_CALL_FRAMES: Final = 256
 UNSENT_BYTES: Final = 512 << 10
 """What the kernel takes of a connection to another host beyond what it has sent. All that is written later waits behind
 it, such as small messages and what tells of a loss; 10 Gbit/s carry it in the 0.4 ms that a loop may be busy."""
+LOOK_AGAIN_S: Final = 0.1
+"""After something was read. Where data and a reset of the connection come together, uvloop tells of both in one call
+and of nothing more: a rank that only receives would never know. Asking at once would be a system call each time."""
 MAX_QUEUED_BYTES: Final = 2 * MAX_CALL_BYTES
 """Bytes on their way to ourselves before the writer says it is full, as a socket's buffer would."""
 
@@ -168,6 +171,7 @@ class StreamConnection(Connection):
         self._sendmsg = sock.sendmsg
         self._armed = False
         self._write_error: OSError | None = None
+        self._again: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         """Let bytes flow; what the core has queued goes out at once."""
@@ -227,8 +231,16 @@ class StreamConnection(Connection):
             if not (ahead or self._core.expects):
                 break
         self.bytes_received += received
+        if received and self._again is None and self._sock is not None:
+            self._again = self._loop.call_later(LOOK_AGAIN_S, self._look_again)
         if self._leaving or self._frames.left:
             self._took()
+
+    def _look_again(self) -> None:
+        """Read what the loop may not have told of; while that is anything, look again."""
+        self._again = None
+        if self._sock is not None:
+            self._readable()
 
     def _eof(self) -> None:
         if self._core.left:
@@ -285,6 +297,8 @@ class StreamConnection(Connection):
         if sock is None:
             return False
         self._disarm()
+        if self._again is not None:
+            self._again.cancel()
         self._loop.remove_reader(self._fd)
         self._sockets.close(sock)
         return True

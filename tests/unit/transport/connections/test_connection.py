@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -67,11 +68,22 @@ class FakeCore:
         self.goodbye_sent = not self.outgoing
 
 
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = socket.create_connection(listener.getsockname())
+        other, _ = listener.accept()
+    return one, other
+
+
 class Pair:
     """A connection with a core, by default a fake one, the raw socket at its other end, and how it ended."""
 
-    def __init__(self, core: PeerCore | None = None) -> None:
-        self.other, sock = socket.socketpair()
+    def __init__(
+        self,
+        core: PeerCore | None = None,
+        make: Callable[[], tuple[socket.socket, socket.socket]] = socket.socketpair,
+    ) -> None:
+        self.other, sock = make()
         self.other.setblocking(False)
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 << 20)
@@ -242,6 +254,22 @@ async def test_goodbye_shuts_the_sending_side_after_the_flush(pair: Pair) -> Non
     pair.other.close()
     await eventually(lambda: pair.ended)
     assert pair.ended == [None]
+
+
+async def test_a_reset_right_behind_data_is_noticed_though_nothing_is_sent() -> None:
+    """uvloop tells of both in one call, and never again."""
+    for trial in range(8):
+        pair = Pair(make=tcp_pair)
+        pair.connection.start()
+        await asyncio.sleep(0)
+        pair.other.send(bytes(trial + 1))
+        pair.other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        pair.other.close()
+        async with asyncio.timeout(10):
+            await eventually(lambda: pair.ended)  # noqa: B023
+        assert pair.core.reads == [trial + 1]
+        assert isinstance(pair.ended[0], ConnectionResetError)
+        assert len(pair.sockets) == 0
 
 
 async def test_end_of_stream_without_goodbye(pair: Pair) -> None:
