@@ -61,12 +61,15 @@ class Worlds(AsyncIterator[ProcessGroup]):
             await self._meet()
             self._world = world = _World(member, self._finish_s)
             group = await world.form(self._opening(), self._form_s)
-            if group is not None:
+            if member.left:  # meanwhile, from another task
+                await world.end(None, for_good=True)
+            elif group is not None:
                 self._form_s = FORM_S
                 register_world(group)
                 return group
-            self._form_s = min(2 * self._form_s, MAX_FORM_S)
-            await self.end()
+            else:
+                self._form_s = min(2 * self._form_s, MAX_FORM_S)
+                await self.end()
         raise StopAsyncIteration
 
     def _opening(self) -> GroupOpening:
@@ -129,7 +132,7 @@ class _World:
         over = start_task(self._loop, self._wait_over(), name="waits for the end of a world")
         try:
             await asyncio.wait([forming, over], timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
-            if not forming.done():
+            if not forming.done() and not self._over.is_set():
                 await self._say("late", "not all members came to the one before")
         except asyncio.CancelledError:
             await uninterrupted(self._say("left", f"{self._member.name} left"))
@@ -156,6 +159,7 @@ class _World:
 
     async def end(self, error: BaseException | None, *, for_good: bool) -> None:
         """Leave the group: at once because of `error`, else in order, so that all finish what this member has."""
+        self._over.set()
         try:
             if not for_good:
                 await self._say("ended", f"{self._member.name} has ended its turn")

@@ -251,7 +251,8 @@ async def test_a_member_that_never_comes_to_the_world_is_not_waited_for(
     await a.stop()
 
 
-async def test_cancelling_a_member_that_forms_a_world_harms_no_other(server: StoreServer) -> None:
+@pytest.mark.parametrize("how", ["cancelled", "left"])
+async def test_who_goes_while_a_world_forms_harms_no_other(server: StoreServer, how: str) -> None:
     a = Member(server, 0, settle=0.02)
     for turns in range(0, 40, 4):
         await met(a)
@@ -260,8 +261,13 @@ async def test_cancelling_a_member_that_forms_a_world_harms_no_other(server: Sto
         await eventually(lambda: len(a.reasons) > count or b.turns)  # noqa: B023
         for _ in range(turns):
             await asyncio.sleep(0)
-        b.task.cancel()
-        await asyncio.gather(b.task, return_exceptions=True)
+        if how == "cancelled":
+            b.task.cancel()
+        else:
+            await eventually(lambda: b.worlds is not None)  # noqa: B023
+            await b.membership.leave()
+        (ended,) = await asyncio.gather(b.task, return_exceptions=True)
+        assert ended is None or isinstance(ended, asyncio.CancelledError | dist.ClosedError), ended
     await met(a)
     await a.stop()
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgpack
 
-from asyncdist_server.engine.membership import JOB_LINGER_S, RETURN_S
+from asyncdist_server.engine.membership import AWAY_S, JOB_LINGER_S
 from asyncdist_server.wire import messages as m
 
 __all__ = ["StoreModel", "Waiting"]
@@ -296,7 +296,7 @@ class StoreModel:
             job.completes_at = math.inf
             absent = [self.leases[job.members[name]] for name in self.absent()]
             if len(waiting) >= job.least and all(map(self.deserted, absent)):
-                job.gives_up_at = max(lease.ends - lease.ttl_s for lease in absent) + RETURN_S
+                job.gives_up_at = max(lease.ends - lease.ttl_s for lease in absent) + AWAY_S
         elif len(waiting) >= job.most or not job.settle_s:
             self.complete()
         else:

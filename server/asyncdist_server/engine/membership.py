@@ -6,7 +6,7 @@ epoch. Ranks: members of the previous round keep their order and come first, so 
 state as long as anybody has it; then the new ones in the order of their names (numbers in names count as numbers).
 
 A name belongs to one member. Who joins under the name of a member whose connection is lost takes its place at once, and
-waits while that one lives. A round that waits for nobody but members whose connections are lost waits `RETURN_S` for
+waits while that one lives. A round that waits for nobody but members whose connections are lost waits `AWAY_S` for
 them, however long their leases last: a client that lives has made its connection anew by then.
 
 A job can be seen in the keys under `job/<job>/`. `members/<name>` is there from a member's first join until it leaves
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 JOB_LINGER_S: Final = 30.0
 """How long a job without members is remembered: a launcher that starts all of them again finds its epoch and keys."""
-RETURN_S: Final = 0.5
+AWAY_S: Final = 0.5
 """How long a round waits for a member whose connection is lost: its client connects anew within milliseconds."""
 MAX_EPOCH: Final = 2**62
 """The largest that is believed when it is found among the keys: what follows still fits into a message."""
@@ -369,7 +369,7 @@ class Job:
             absent = (self.leases[name] for name in self.absent)
             if waiting >= self.least and all(lease.deserted for lease in absent):
                 lost_at = max(self.leases[name].deserted_at for name in self.absent)
-                self._settle_until(max(now, lost_at + RETURN_S))
+                self._settle_until(max(now, lost_at + AWAY_S))
         elif waiting >= self.most or not self.settle_s:
             self.complete()
         elif self._settling is None:

@@ -13,10 +13,10 @@ from journal_kit import JournaledEngine, MemoryJournal
 from asyncdist_server.engine.engine import StoreEngine
 from asyncdist_server.engine.history import HISTORY_LINGER_S
 from asyncdist_server.engine.membership import (
+    AWAY_S,
     JOB_LINGER_S,
     MAX_NAMES_BYTES,
     NAME_OVERHEAD_BYTES,
-    RETURN_S,
     name_order,
 )
 from asyncdist_server.wire import messages as m
@@ -168,7 +168,7 @@ def test_a_round_does_not_settle_without_a_member_that_is_away(users: list[User]
             pass_time(users, 0.1)
             assert (told(a)[:2], told(b)[:2]) == ((1, 0), (1, 1))
     b.lose()
-    pass_time(users, RETURN_S - 0.01)
+    pass_time(users, AWAY_S - 0.01)
     assert a.take() == []  # it may come back yet
     pass_time(users, 0.02)  # it does not
     assert a.take() == []
@@ -188,7 +188,7 @@ def test_a_round_that_waits_for_lost_connections_only_does_not_wait_for_their_le
     a, b = users[:2]
     two_at_work(a, b)
     b.lose()
-    pass_time(users, RETURN_S - 0.1)
+    pass_time(users, AWAY_S - 0.1)
     join(a, b"a", 1, 2)
     pass_time(users, 0.09)
     assert a.take() == []
@@ -201,12 +201,12 @@ def test_a_member_that_is_back_within_that_time_is_waited_for(users: list[User])
     two_at_work(a, b)
     join(a, b"a", 1, 2)
     b.lose()
-    pass_time(users, RETURN_S - 0.01)
+    pass_time(users, AWAY_S - 0.01)
     b.connect()
     pass_time(users, 5)
     assert a.take() == []
     b.lose()
-    pass_time(users, RETURN_S - 0.01)
+    pass_time(users, AWAY_S - 0.01)
     assert a.take() == []
     pass_time(users, 0.02)
     assert told(a) == (3, 0, [b"a"])
