@@ -283,6 +283,26 @@ async def test_an_expelled_member_is_told(server: StoreServer) -> None:
     await a.stop()
 
 
+async def test_a_daemon_that_lost_its_data_ends_the_iteration() -> None:
+    server = StoreServer(ServerConfig(port=0))
+    await server.start()
+    a, b = Member(server, 0), Member(server, 1)
+    try:
+        await met(a, b)
+        port = server.port
+        await server.stop()
+        server = StoreServer(ServerConfig(port=port))
+        await server.start()
+        for member in (a, b):
+            with pytest.raises(dist.LeaseLostError, match="restarted"):
+                await member.task
+        again = Member(server, 0)
+        assert await met(again) == ("m0",)
+        await again.stop()
+    finally:
+        await server.stop()
+
+
 async def test_a_process_is_in_two_fleets_at_once(server: StoreServer) -> None:
     async def worker(number: int, other: Callable[[], bool]) -> list[tuple[str, int]]:
         async def take_part(store: dist.TCPStore, job: str) -> tuple[str, int]:
