@@ -57,11 +57,11 @@ class Worlds(AsyncIterator[ProcessGroup]):
     async def __anext__(self) -> ProcessGroup:
         member = self._member
         await self.end()
-        while not member.left:
+        while not self._left():
             await self._meet()
             self._world = world = _World(member, self._finish_s)
             group = await world.form(self._opening(), self._form_s)
-            if member.left:  # meanwhile, from another task
+            if self._left():  # meanwhile, from another task
                 await world.end(None, for_good=True)
             elif group is not None:
                 self._form_s = FORM_S
@@ -71,6 +71,9 @@ class Worlds(AsyncIterator[ProcessGroup]):
                 self._form_s = min(2 * self._form_s, MAX_FORM_S)
                 await self.end()
         raise StopAsyncIteration
+
+    def _left(self) -> bool:
+        return self._member.left
 
     def _opening(self) -> GroupOpening:
         member = self._member

