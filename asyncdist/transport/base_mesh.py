@@ -269,6 +269,10 @@ class BaseMesh:
         """Give up on `rank`, as if its connection had broken: pending operations with it fail with PeerLostError."""
         raise NotImplementedError
 
+    def forget(self, rank: int) -> None:
+        """Keep nothing of a rank that is lost or has left: where ranks come and go, another one may get its number."""
+        raise NotImplementedError
+
     def is_connected(self, rank: int) -> bool:
         """Whether the connection to `rank` is open: then its end will be noticed at once."""
         raise NotImplementedError

@@ -45,8 +45,8 @@ class Sharing(Protocol):
     zero_copy: ZeroCopy
     ringer: Ringer | None
 
-    def share(self, number: int, segment: Segment) -> None:
-        """Have the peer map `segment` under `number`. Raises OSError, ClosedError."""
+    def share(self, number: int, segment: Segment | AttachedSegment, *, lend: bool = False) -> None:
+        """Have the peer map `segment` under `number`; with `lend` it may lend it on. Raises OSError, ClosedError."""
 
     def unshare(self, number: int) -> None:
         """We have no segment of that number any more."""
@@ -161,6 +161,16 @@ class HostMemory:
             events.info("segment %d could not be shared with ranks %s: %r", number, ranks, error)
             return False
         return True
+
+    def lend(self, segment: Segment | AttachedSegment, rank: int) -> int:
+        """Have `rank` map a segment that stays the caller's; returns its number there, 0 if it cannot be mapped."""
+        number = self._number()
+        try:
+            self.connections[rank].share(number, segment, lend=True)
+        except (OSError, ClosedError, KeyError) as error:
+            events.info("a segment of %d bytes could not be lent to rank %d: %r", segment.size, rank, error)
+            return 0
+        return number
 
     def free(self, number: int) -> None:
         """Give a segment back: its descriptor now, its memory with the last view of it."""

@@ -147,6 +147,13 @@ class Mesh(BaseMesh):
             self._loopback.close()
             own.fail(PeerLostError(f"rank {rank} broke off with itself: {cause}", rank))
 
+    def forget(self, rank: int) -> None:
+        link = self._links.get(rank)
+        if link is not None and link.ended:
+            del self._links[rank]
+            self.cores[rank] = None
+            self._gone.pop(rank, None)
+
     def is_connected(self, rank: int) -> bool:
         """Whether the connection to `rank` is open: then its end will be noticed at once."""
         link = self._links.get(rank)

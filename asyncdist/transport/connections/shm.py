@@ -30,6 +30,7 @@ from asyncdist.transport.shared_memory.doorbell import Ringer
 from asyncdist.transport.shared_memory.ring import PART_BYTES, SENT, RingReader, RingWriter, half_bytes
 from asyncdist.transport.shared_memory.segment import (
     ARENA,
+    LENT,
     READY,
     REFUSAL,
     SEGMENT,
@@ -101,11 +102,11 @@ class ShmConnection(Connection):
             with contextlib.suppress(ClosedError):
                 self._core.open(self._write, self._arm)
 
-    def share(self, number: int, segment: Segment) -> None:
+    def share(self, number: int, segment: Segment | AttachedSegment, *, lend: bool = False) -> None:
         """Have the peer map `segment` under `number`, once. Raises OSError, ClosedError."""
         sock = self._open_socket()
         if number not in self._numbers:
-            send_parcel(sock, SEGMENT, number, segment.size, (segment.fd,))
+            send_parcel(sock, LENT if lend else SEGMENT, number, segment.size, (segment.fd,))
             self._numbers.add(number)
 
     def unshare(self, number: int) -> None:
@@ -117,7 +118,9 @@ class ShmConnection(Connection):
     def detach(self, number: int) -> None:
         """The peer has no segment of that number any more."""
         self._read_parcels(number)  # the segment was passed before it was given up
-        self.attached.pop(number, None)
+        segment = self.attached.pop(number, None)
+        if segment is not None:
+            segment.close()
 
     def offer(self, number: int) -> None:
         """Have the peer map a segment of our arrays. Raises OSError, ClosedError."""
@@ -203,13 +206,18 @@ class ShmConnection(Connection):
         if parcel.kind == ARENA:
             self.zero_copy.attach(parcel)
             return
-        if parcel.kind != SEGMENT or len(self.attached) >= MAX_PEER_SEGMENTS or parcel.number in self.attached:
+        if (
+            parcel.kind not in (SEGMENT, LENT)
+            or len(self.attached) >= MAX_PEER_SEGMENTS
+            or parcel.number in self.attached
+        ):
             close_all(parcel.fds)
             raise RemoteProtocolError(f"a peer sent a parcel of kind {parcel.kind} where it may not")
         try:
             if not parcel.fds:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            self.attached[parcel.number] = AttachedSegment(parcel.fds[0], parcel.size)
+            fds = self._memory.fds if parcel.kind == LENT else None
+            self.attached[parcel.number] = AttachedSegment(parcel.fds[0], parcel.size, fds)
         except OSError as error:
             events.info("a segment of %d bytes of %s cannot be mapped: %s", parcel.size, self.label, error)
             self.attached[parcel.number] = None
@@ -371,7 +379,8 @@ class ShmConnection(Connection):
             self._memory.parted(self._core.peer_rank)
         self._reader = self._writer = self.ringer = None
         self._ring = nothing
-        self.attached.clear()
+        for number in list(self.attached):
+            self.detach(number)
         self.zero_copy.close()
 
 

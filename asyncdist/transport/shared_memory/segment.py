@@ -16,6 +16,7 @@ Descriptors of segments are passed in parcels, beside a stream between two ranks
 | REFUSAL | | let us not; nothing but the stream follows |
 | SEGMENT | segment | from now on `number` names a segment of `size` bytes in what the sender refers to |
 | ARENA | segment | the same, of arrays: what lies in it may be exposed once the peer says MAPPED |
+| LENT | segment | as SEGMENT, but the peer keeps the descriptor, with which it may lend the segment to others |
 
 Both sides open with SETUP or REFUSAL. A side that has said SETUP and hears SETUP answers READY, or REFUSAL if the
 descriptors did not arrive or cannot be mapped. Memory is shared if both said READY.
@@ -36,6 +37,7 @@ from asyncdist.transport.fork import SocketSet
 
 __all__ = [
     "ARENA",
+    "LENT",
     "MAX_SEGMENT_BYTES",
     "PAGE_BYTES",
     "READY",
@@ -70,8 +72,9 @@ REFUSAL: Final = 2
 SEGMENT: Final = 3
 READY: Final = 4
 ARENA: Final = 5
+LENT: Final = 6
 _PARCEL: Final = struct.Struct("<IIQ")
-_DESCRIPTORS: Final = {SETUP: 3, REFUSAL: 0, SEGMENT: 1, READY: 0, ARENA: 1}
+_DESCRIPTORS: Final = {SETUP: 3, REFUSAL: 0, SEGMENT: 1, READY: 0, ARENA: 1, LENT: 1}
 _MAX_DESCRIPTORS: Final = 3
 """Most descriptors taken with one read: what one parcel has. Linux drops the rest by itself."""
 
@@ -110,15 +113,17 @@ class Segment:
 
 
 class AttachedSegment:
-    """A peer's segment, read-only. Takes `fd` and closes it.
+    """A peer's segment, read-only. Takes `fd` and closes it; with `fds` it is one of those until `close`.
 
     Raises RemoteProtocolError unless the descriptor is a memfd of exactly `size` bytes that can change no more, OSError
     if this process has no descriptor or address space left for it.
     """
 
-    def __init__(self, fd: int, size: int) -> None:
+    def __init__(self, fd: int, size: int, fds: SocketSet | None = None) -> None:
         import fcntl
 
+        self.fd = -1
+        self._fds = fds
         try:
             if not 0 < size <= MAX_SEGMENT_BYTES:
                 raise RemoteProtocolError(f"a segment of {size} bytes: at most {MAX_SEGMENT_BYTES} are mapped")
@@ -131,10 +136,19 @@ class AttachedSegment:
             if os.fstat(fd).st_size != size:
                 raise RemoteProtocolError(f"a peer's segment has {os.fstat(fd).st_size} bytes, {size} were announced")
             self._map = mmap.mmap(fd, size, prot=mmap.PROT_READ, **_MAPPING)
+            if fds is not None:
+                self.fd, fd = fds.add_fd(fd), -1
         finally:
-            os.close(fd)
+            if fd >= 0:
+                os.close(fd)
         self.size = size
         self.view = memoryview(self._map)
+
+    def close(self) -> None:
+        """Give the descriptor back, if it was kept; the memory goes with the last view of it. Idempotent."""
+        if self._fds is not None:
+            self._fds.close_fd(self.fd)
+        self.fd = -1
 
     def release(self) -> None:
         """Unmap it. All views of `view` must have been released."""

@@ -1,0 +1,267 @@
+"""Publisher: commits versions of weights to all subscribers of a name, or to none."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Final, Self
+
+from asyncdist.arrays.host import Array, host_array
+from asyncdist.concurrency.deadline import Timeout, timeout_seconds
+from asyncdist.concurrency.integers import as_int
+from asyncdist.concurrency.tasks import uninterrupted
+from asyncdist.errors import ClosedError, DistError, WatchCompactedError
+from asyncdist.store import Store
+from asyncdist.store.member import default_name
+from asyncdist.weights.manifest import Manifest, WeightsError, layout_of
+from asyncdist.weights.peer import Member, Peer, members_of
+from asyncdist.weights.staging import Ref, Stage, fill, in_threads, new_memory
+from asyncdist.weights.state import State, change, read
+
+__all__ = ["Publisher", "publish"]
+
+COMMIT_TIMEOUT_S: Final = 60.0
+"""How long a version may take to be staged by all, by default: servers that take longer hang, or have a slow network,
+and their names are what the trainer is to know."""
+ROLLBACK_S: Final = 5.0
+SPARES: Final = 2
+"""Memory of earlier versions that is kept for the next ones: fresh memory takes eight times as long to fill."""
+
+
+def publish(name: str, *, store: Store) -> Publisher:
+    """Be the publisher of the weights `name`: `async with weights.publish("policy", store=store) as p`.
+
+    From then on whoever published them before can commit nothing more, whether that process lives or not; subscribers
+    go on serving what they serve. `store` stays the caller's; it has to know its clients, as TCPStore and HashStore do.
+    """
+    return Publisher(name, store)
+
+
+class Publisher:
+    """Made by `publish`; entered with `async with`."""
+
+    def __init__(self, name: str, store: Store) -> None:
+        self.name = name
+        self._store = store
+        self._peer: Peer | None = None
+        self._state = State()
+        self._ref = Ref(0, 0, b"", 0, "")
+        self._serial = 0
+        self._in_doubt = False
+        self._current: Stage | None = None
+        self._spares: list[Stage] = []
+        self._turn = asyncio.Lock()
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<Publisher of '{self.name}', epoch {self._state.epoch}>"
+
+    @property
+    def version(self) -> int | None:
+        """The number of the version that is committed; None before there is one."""
+        return None if self._state.committed is None else self._state.committed.version
+
+    @property
+    def bytes_given(self) -> int:
+        """Bytes of versions sent to subscribers since this publisher was opened; what they map is not sent."""
+        return 0 if self._peer is None else self._peer.bytes_given
+
+    async def __aenter__(self) -> Self:
+        await self._open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Publish no more; subscribers go on, and those to come get the last version from them. Idempotent."""
+        self._closed = True
+        peer, self._peer = self._peer, None
+        if peer is not None:
+            await uninterrupted(peer.close())
+        self._forget_stages()
+
+    async def _open(self) -> None:
+        """Take over: raises DistStoreError, DistNetworkError. Cancelling leaves nothing."""
+        peer = await Peer.open(self._store, self.name, default_name(), publishes=True)
+        try:
+            while True:
+                before = await read(peer.view)
+                self._state = before.taken_over()
+                if await change(peer.view, before, self._state):
+                    break
+        except BaseException:
+            await uninterrupted(peer.close())
+            raise
+        self._peer, self._serial = peer, 0
+
+    async def commit(self, version: int, arrays: Mapping[str, Any], *, timeout: Timeout = COMMIT_TIMEOUT_S) -> None:
+        """Have all subscribers serve `arrays`, host arrays by name, as `version`; all of them, or none.
+
+        Each subscriber stages the version beside the one that it serves. When all have, it is committed by one change
+        of the store, and they serve it within milliseconds. Blocks that are as in the version before are not sent
+        again. The arrays must not change before this returns. `version` is any int, usually the step; it need not grow.
+
+        Raises WeightsError, after which all serve the version before: where a subscriber cannot serve these arrays,
+        where `timeout` seconds are over, with the names of those that were missing, and where another publisher has
+        taken over. DistError where the store fails: the next commit finds out whether this one was made. At the call:
+        TypeError and ValueError. Cancelling takes the version back, unless it is committed already. Concurrent commits
+        take turns.
+        """
+        number = as_int(version, "version must be an int")
+        found = {name: host_array(array, f"arrays[{name!r}]") for name, array in arrays.items()}
+        if not all(isinstance(name, str) for name in found) or not found:
+            raise ValueError("arrays must be a mapping of names to arrays, with one at least")
+        timeout_s = timeout_seconds(timeout, COMMIT_TIMEOUT_S)
+        async with self._turn:
+            try:
+                async with asyncio.timeout(timeout_s) as limit:
+                    await self._commit(number, found)
+            except TimeoutError as error:
+                if not limit.expired():
+                    raise
+                if self._state.committed == self._ref:
+                    return
+                raise WeightsError(
+                    f"{self!r}: version {number} was not staged by all within {timeout_s:g} s, and all serve the one "
+                    f"before: missing {await self._missing() or 'nobody any more'}"
+                ) from error
+
+    async def _commit(self, version: int, arrays: Mapping[str, Array]) -> None:
+        if self._closed:
+            raise ClosedError(f"{self!r} is closed")
+        if self._peer is None or self._peer.lease.lost:  # the store was away for long, or came back without its data
+            peer, self._peer = self._peer, None
+            if peer is not None:
+                self._forget_stages()
+                await uninterrupted(peer.close())
+            await self._open()
+        peer = self._peer
+        assert peer is not None
+        if self._in_doubt:
+            found = await read(peer.view)
+            self._in_doubt = False
+            if found.owner == self._state.owner:
+                self._state = found
+        stage = await self._stage(peer, version, arrays)
+        try:
+            await self._change(peer, staged=self._ref)
+            await self._all_staged(peer, self._ref)
+            await self._change(peer, committed=self._ref, staged=None)
+        except BaseException as error:
+            await uninterrupted(self._roll_back(peer))
+            if self._state.committed != self._ref:
+                peer.drop(stage)
+                self._spare(stage)
+                raise
+            self._serve(peer, stage)
+            if not isinstance(error, DistError):
+                raise
+            return
+        self._serve(peer, stage)
+
+    def _serve(self, peer: Peer, stage: Stage) -> None:
+        before, self._current = self._current, stage
+        if before is not None:
+            peer.drop(before)
+            self._spare(before)
+
+    async def _stage(self, peer: Peer, version: int, arrays: Mapping[str, Array]) -> Stage:
+        """Copy `arrays` to where subscribers of this host map them."""
+        self._serial += 1
+        id = self._state.epoch << 32 | self._serial
+        manifest = Manifest.for_layout(layout_of(arrays))
+        stage, before = self._room(manifest, peer)
+        try:
+            await in_threads(fill(stage, arrays, self._current, before, id))
+        except BaseException:
+            if stage.segment is not None:
+                stage.segment.close()
+            raise
+        self._ref = stage.sealed(id)._replace(version=version, rank=peer.rank, host=peer.member.host)
+        peer.keep(stage)
+        return stage
+
+    def _room(self, manifest: Manifest, peer: Peer) -> tuple[Stage, Manifest | None]:
+        """Memory for a version, and what is in it: of an earlier one, if nobody can read that any more."""
+        for stage in self._spares:
+            if not stage.lent and not stage.spoiled and stage.manifest.entries == manifest.entries:
+                self._spares.remove(stage)
+                return Stage(manifest, stage.memory, stage.segment), stage.manifest
+        view, segment = new_memory(manifest.nbytes, peer.fds)
+        return Stage(manifest, view, segment), None
+
+    def _spare(self, stage: Stage) -> None:
+        """Keep its memory for one of the next versions."""
+        self._spares.append(stage)
+        usable = [stage for stage in self._spares if not stage.spoiled][-SPARES:]
+        for old in self._spares:
+            if old not in usable and old.segment is not None:
+                old.segment.close()
+        self._spares = usable
+
+    def _forget_stages(self) -> None:
+        for stage in [*self._spares, self._current]:
+            if stage is not None and stage.segment is not None:
+                stage.segment.close()
+        self._spares, self._current = [], None
+
+    async def _change(self, peer: Peer, **changes: Any) -> None:
+        """Change what subscribers go by. Raises WeightsError if somebody else has."""
+        peer.lease.raise_if_lost()
+        new = self._state.next(**changes)
+        if not await change(peer.view, self._state, new):
+            raise WeightsError(f"{self!r}: another publisher has taken over; what it commits is served from now on")
+        self._state = new
+
+    async def _all_staged(self, peer: Peer, ref: Ref) -> None:
+        """Wait until every subscriber that lives has staged `ref`. Raises WeightsError if one cannot serve it."""
+        while True:
+            async with peer.view.watch("members/") as watch:
+                members = await members_of(peer.view)
+                with contextlib.suppress(WatchCompactedError):
+                    while self._waited_for(members, ref):
+                        event = await anext(watch)
+                        rank = int(event.key.removeprefix("members/"))
+                        member = Member.unpack(event.value) if event.kind == "set" else None
+                        members.pop(rank, None)
+                        if member is not None:
+                            members[rank] = member
+                    return
+
+    def _waited_for(self, members: Mapping[int, Member], ref: Ref) -> list[Member]:
+        """Subscribers that have not staged `ref`. One that serves nothing yet, while others do, cannot refuse it."""
+        subscribers = [member for member in members.values() if member.subscribes]
+        for member in subscribers:
+            if member.failed == ref.id and (member.serves or self._state.committed is None):
+                raise WeightsError(
+                    f"{self!r}: {member.label} cannot serve version {ref.version}, and all serve the one before: "
+                    f"{member.why}"
+                )
+        return [member for member in subscribers if ref.id not in member.has and member.failed != ref.id]
+
+    async def _missing(self) -> str:
+        """The names of subscribers that have not staged the last version."""
+        if self._peer is None:
+            return ""
+        with contextlib.suppress(DistError, TimeoutError):
+            async with asyncio.timeout(ROLLBACK_S):
+                members = (await members_of(self._peer.view)).values()
+                return ", ".join(one.label for one in members if one.subscribes and self._ref.id not in one.has)
+        return ""
+
+    async def _roll_back(self, peer: Peer) -> None:
+        """Take what is staged back, unless it is committed. Which of both is known afterwards, if the store answers."""
+        self._in_doubt = True
+        with contextlib.suppress(DistError, TimeoutError):
+            async with asyncio.timeout(ROLLBACK_S):
+                found = await read(peer.view)
+                if found.owner == self._state.owner:
+                    self._state = found
+                    if found.staged is not None:
+                        await self._change(peer, staged=None)
+                self._in_doubt = False
