@@ -1,4 +1,4 @@
-"""Manifest: which arrays a version has, and of each of its blocks the commit it comes from and a checksum."""
+"""Manifest: which arrays a version has, and the commit that each of its blocks comes from."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ __all__ = ["MAX_MANIFEST_BYTES", "Entry", "Manifest", "WeightsError", "layout_of
 
 ALIGNMENT: Final = 64
 """Of an array in its version: a cache line, and the widest vector register."""
-BLOCK_BYTES: Final = 256 << 10
-"""What is compared, summed and sent as one: it fits the caches, and a message of it needs no offer."""
+MIN_BLOCK_BYTES: Final = 64 << 10
+BLOCK_BYTES: Final = 1 << 20
+"""What is compared, summed and sent as one. Each costs some 10 us, a tenth of the time that it takes to copy it."""
+MANY_BLOCKS: Final = 2048
+"""Small versions have smaller blocks, down to MIN_BLOCK_BYTES, as long as there are not more than this."""
 MAX_BLOCKS: Final = 1 << 16
-"""Of more than 16 GiB blocks are larger: the list of the blocks that somebody wants is to fit a control frame."""
+"""Of more than 64 GiB blocks are larger: the list of the blocks that somebody wants is to fit a control frame."""
 MAX_MANIFEST_BYTES: Final = 64 << 20
-"""Twelve bytes a block, and some hundred an array: 1 MiB and a list of half a million arrays at the most."""
+"""Eight bytes a block, and some hundred an array: 0.5 MiB and a list of half a million arrays at the most."""
 RUN_BYTES: Final = 16 << 20
 """Most blocks that are sent as one message: what came is checked while the next ones come."""
 MAX_BYTES: Final = 1 << 50
@@ -50,7 +53,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Manifest:
-    """`born` is the commit in which each block got its bytes, u64, `sums` their CRC-32, u32.
+    """`born` is the commit in which each block got its bytes, u64.
 
     Two versions with the same commit at the same place have the same bytes there: commits have numbers of their own,
     and who publishes compares the bytes themselves. So no hash decides what need not be sent.
@@ -60,29 +63,31 @@ class Manifest:
     nbytes: int
     block_bytes: int
     born: Array
-    sums: Array
 
     @classmethod
     def for_layout(cls, entries: tuple[Entry, ...]) -> Self:
-        """One without blocks' commits and sums, which are to be filled in."""
+        """One without blocks' commits, which are to be filled in."""
         nbytes = max((entry.offset + entry.nbytes for entry in entries), default=0)
-        block_bytes = BLOCK_BYTES
-        while nbytes > block_bytes * MAX_BLOCKS:
+        block_bytes = MIN_BLOCK_BYTES
+        while nbytes > block_bytes * (MANY_BLOCKS if block_bytes < BLOCK_BYTES else MAX_BLOCKS):
             block_bytes *= 2
-        count = -(-nbytes // block_bytes)
-        return cls(entries, nbytes, block_bytes, np.zeros(count, "<u8"), np.zeros(count, "<u4"))
+        return cls(entries, nbytes, block_bytes, np.zeros(-(-nbytes // block_bytes), "<u8"))
+
+    def bytes_of(self, block: int) -> slice:
+        """Where a block lies."""
+        return slice(block * self.block_bytes, min((block + 1) * self.block_bytes, self.nbytes))
 
     def pack(self) -> bytes:
         """Encode."""
         entries = [(entry.name, entry.dtype.name, entry.shape, entry.offset) for entry in self.entries]
-        packed: bytes = msgpack.packb([_FORMAT, entries, self.born.tobytes(), self.sums.tobytes()])
+        packed: bytes = msgpack.packb([_FORMAT, entries, self.born.tobytes()])
         return packed
 
     @classmethod
     def unpack(cls, packed: bytes) -> Self:
         """Decode what came from a peer. Raises RemoteProtocolError for what is none."""
         try:
-            form, rows, born, sums = msgpack.unpackb(packed)
+            form, rows, born = msgpack.unpackb(packed)
             if form != _FORMAT:
                 raise ValueError(f"format {form}")
             entries = tuple(_checked_entry(*row) for row in rows)
@@ -92,12 +97,11 @@ class Manifest:
                 if entry.offset < end:
                     raise ValueError(f"{entry.name} lies in another array")
                 end = entry.offset + entry.nbytes
-            if end > MAX_BYTES or (len(born), len(sums)) != (made.born.nbytes, made.sums.nbytes):
+            if end > MAX_BYTES or len(born) != made.born.nbytes:
                 raise ValueError("its parts do not fit each other")
         except (ValueError, TypeError, msgpack.UnpackException) as error:
             raise RemoteProtocolError(f"what a peer sent as a manifest is none: {error}") from None
         made.born[:] = np.frombuffer(born, "<u8")
-        made.sums[:] = np.frombuffer(sums, "<u4")
         return made
 
     def differs_from(self, other: Manifest | None) -> Array:
@@ -107,15 +111,12 @@ class Manifest:
         different: Array = self.born != other.born
         return different
 
-    def runs(self, blocks: Array) -> list[tuple[int, int]]:
-        """Where in the version those of `blocks` that are true lie, neighbours together up to RUN_BYTES."""
+    def runs(self, blocks: Array) -> list[tuple[range, slice]]:
+        """Those of `blocks` that are true, neighbors together up to RUN_BYTES, and where they lie."""
         most = max(1, RUN_BYTES // self.block_bytes)
         edges = np.flatnonzero(np.diff(blocks, prepend=False, append=False)).reshape(-1, 2)
-        return [
-            (block * self.block_bytes, min(min(block + most, end) * self.block_bytes, self.nbytes))
-            for first, end in edges.tolist()
-            for block in range(first, end, most)
-        ]
+        runs = [range(at, min(at + most, end)) for first, end in edges.tolist() for at in range(first, end, most)]
+        return [(run, slice(run.start * self.block_bytes, self.bytes_of(run[-1]).stop)) for run in runs]
 
     def views(self, flat: Array) -> dict[str, Array]:
         """The arrays by name, in `flat`, the bytes of the version."""

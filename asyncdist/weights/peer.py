@@ -43,7 +43,7 @@ from asyncdist.transport.mesh import Mesh
 from asyncdist.transport.protocol.frame import pack_key
 from asyncdist.transport.shared_memory.segment import AttachedSegment, Segment
 from asyncdist.weights.manifest import MAX_MANIFEST_BYTES, Manifest, WeightsError, digest
-from asyncdist.weights.staging import Ref, Stage, check_blocks, in_threads, new_memory
+from asyncdist.weights.staging import Ref, Stage, Threads, new_memory
 from asyncdist.work import Work
 from asyncdist_server.wire.auth import derive_key, load_token
 
@@ -148,6 +148,7 @@ class Peer:
         self.lease = lease
         self.mesh = mesh
         self.stages: dict[int, Stage] = {}
+        self.threads = Threads()
         self.bytes_given = 0
         """Bytes of versions sent to others; what they map is not sent."""
         assert mesh.memory is not None
@@ -200,6 +201,7 @@ class Peer:
         for stage in self.stages.values():
             stage.spoiled = True
         self.stages.clear()
+        self.threads.close()
         await self.view.close()
 
     @property
@@ -308,10 +310,12 @@ class Peer:
             flat = stage.flat  # which may be dropped meanwhile
             try:
                 await self._send(rank, request, msgpack.packb([_OK, 0]))
-                for begin, end in stage.manifest.runs(_unpacked(blocks, len(stage.manifest.born))):
+                for run, octets in stage.manifest.runs(_unpacked(blocks, len(stage.manifest.born))):
+                    await self.threads.do([partial(stage.sum_up, run)])
                     async with asyncio.timeout(STALL_S):
-                        await self._send(rank, request, flat[begin:end])
-                    self.bytes_given += end - begin
+                        await self._send(rank, request, stage.sums[run.start : run.stop].astype("<u4").view(np.uint8))
+                        await self._send(rank, request, flat[octets])
+                    self.bytes_given += octets.stop - octets.start
             finally:
                 self._given -= 1
 
@@ -419,12 +423,21 @@ class Peer:
         with self._bounded(rank, request):
             async with asyncio.timeout(ANSWER_S):
                 await self._heard(rank, request)
-            if old is not None:
-                await in_threads(partial(_copy, stage, old, begin, end) for begin, end in manifest.runs(~wanted))
-            for begin, end in manifest.runs(wanted):
-                async with asyncio.timeout(STALL_S):
-                    await self._receive(rank, request, stage.flat[begin:end])
-                await in_threads([partial(check_blocks, stage, begin, end, f"rank {rank}")])
+            checks = []
+            if old is not None and base is not None:
+                stage.sums[~wanted] = base.sums[~wanted]
+                checks = [partial(_copy, stage, old, octets) for _, octets in manifest.runs(~wanted)]
+            for run, octets in manifest.runs(wanted):
+                sums = np.empty(len(run), "<u4")
+                checking = self._loop.create_task(self.threads.do(checks))
+                try:
+                    async with asyncio.timeout(STALL_S):
+                        await self._receive(rank, request, sums.view(np.uint8))
+                        await self._receive(rank, request, stage.flat[octets])
+                finally:
+                    await uninterrupted(_result_of(checking))
+                checks = [partial(stage.check, run, sums, f"rank {rank}")]
+            await self.threads.do(checks)
 
     @contextlib.contextmanager
     def _bounded(self, rank: int, request: int) -> Iterator[None]:
@@ -535,5 +548,9 @@ def _unpacked(blocks: bytes, count: int) -> Array:
     return np.unpackbits(np.frombuffer(blocks, np.uint8), count=count).view(np.bool_)
 
 
-def _copy(stage: Stage, old: Array, begin: int, end: int) -> None:
-    stage.flat[begin:end] = old[begin:end]
+def _copy(stage: Stage, old: Array, octets: slice) -> None:
+    stage.flat[octets] = old[octets]
+
+
+async def _result_of(task: asyncio.Task[None]) -> None:
+    await task

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Final, Self
@@ -14,10 +15,11 @@ from asyncdist.concurrency.integers import as_int
 from asyncdist.concurrency.tasks import uninterrupted
 from asyncdist.errors import ClosedError, DistError, WatchCompactedError
 from asyncdist.store import Store
+from asyncdist.store.base import checked_integer
 from asyncdist.store.member import default_name
 from asyncdist.weights.manifest import Manifest, WeightsError, layout_of
 from asyncdist.weights.peer import Member, Peer, members_of
-from asyncdist.weights.staging import Ref, Stage, fill, in_threads, new_memory
+from asyncdist.weights.staging import Ref, Stage, fill, new_memory
 from asyncdist.weights.state import State, change, read
 
 __all__ = ["Publisher", "publish"]
@@ -26,6 +28,8 @@ COMMIT_TIMEOUT_S: Final = 60.0
 """How long a version may take to be staged by all, by default: servers that take longer hang, or have a slow network,
 and their names are what the trainer is to know."""
 ROLLBACK_S: Final = 5.0
+ID_BITS: Final = 62
+"""Commits have random numbers: a store that was restarted knows none of those before, which blocks still have."""
 SPARES: Final = 2
 """Memory of earlier versions that is kept for the next ones: fresh memory takes eight times as long to fill."""
 
@@ -48,8 +52,8 @@ class Publisher:
         self._peer: Peer | None = None
         self._state = State()
         self._ref = Ref(0, 0, b"", 0, "")
-        self._serial = 0
         self._in_doubt = False
+        self._missing: list[str] = []
         self._current: Stage | None = None
         self._spares: list[Stage] = []
         self._turn = asyncio.Lock()
@@ -97,14 +101,15 @@ class Publisher:
         except BaseException:
             await uninterrupted(peer.close())
             raise
-        self._peer, self._serial = peer, 0
+        self._peer = peer
 
     async def commit(self, version: int, arrays: Mapping[str, Any], *, timeout: Timeout = COMMIT_TIMEOUT_S) -> None:
         """Have all subscribers serve `arrays`, host arrays by name, as `version`; all of them, or none.
 
         Each subscriber stages the version beside the one that it serves. When all have, it is committed by one change
         of the store, and they serve it within milliseconds. Blocks that are as in the version before are not sent
-        again. The arrays must not change before this returns. `version` is any int, usually the step; it need not grow.
+        again. The arrays must not change before this returns. `version` is an int of 64 bits, usually the step; it need
+        not grow.
 
         Raises WeightsError, after which all serve the version before: where a subscriber cannot serve these arrays,
         where `timeout` seconds are over, with the names of those that were missing, and where another publisher has
@@ -112,7 +117,7 @@ class Publisher:
         TypeError and ValueError. Cancelling takes the version back, unless it is committed already. Concurrent commits
         take turns.
         """
-        number = as_int(version, "version must be an int")
+        number = checked_integer("version", as_int(version, "version must be an int"))
         found = {name: host_array(array, f"arrays[{name!r}]") for name, array in arrays.items()}
         if not all(isinstance(name, str) for name in found) or not found:
             raise ValueError("arrays must be a mapping of names to arrays, with one at least")
@@ -128,7 +133,7 @@ class Publisher:
                     return
                 raise WeightsError(
                     f"{self!r}: version {number} was not staged by all within {timeout_s:g} s, and all serve the one "
-                    f"before: missing {await self._missing() or 'nobody any more'}"
+                    f"before: missing {', '.join(self._missing) or 'nobody'}"
                 ) from error
 
     async def _commit(self, version: int, arrays: Mapping[str, Array]) -> None:
@@ -172,12 +177,11 @@ class Publisher:
 
     async def _stage(self, peer: Peer, version: int, arrays: Mapping[str, Array]) -> Stage:
         """Copy `arrays` to where subscribers of this host map them."""
-        self._serial += 1
-        id = self._state.epoch << 32 | self._serial
+        id = secrets.randbits(ID_BITS) + 1
         manifest = Manifest.for_layout(layout_of(arrays))
         stage, before = self._room(manifest, peer)
         try:
-            await in_threads(fill(stage, arrays, self._current, before, id))
+            await peer.threads.do(fill(stage, arrays, self._current, before, id))
         except BaseException:
             if stage.segment is not None:
                 stage.segment.close()
@@ -242,17 +246,9 @@ class Publisher:
                     f"{self!r}: {member.label} cannot serve version {ref.version}, and all serve the one before: "
                     f"{member.why}"
                 )
-        return [member for member in subscribers if ref.id not in member.has and member.failed != ref.id]
-
-    async def _missing(self) -> str:
-        """The names of subscribers that have not staged the last version."""
-        if self._peer is None:
-            return ""
-        with contextlib.suppress(DistError, TimeoutError):
-            async with asyncio.timeout(ROLLBACK_S):
-                members = (await members_of(self._peer.view)).values()
-                return ", ".join(one.label for one in members if one.subscribes and self._ref.id not in one.has)
-        return ""
+        waited = [member for member in subscribers if ref.id not in member.has and member.failed != ref.id]
+        self._missing = [member.label for member in waited]
+        return waited
 
     async def _roll_back(self, peer: Peer) -> None:
         """Take what is staged back, unless it is committed. Which of both is known afterwards, if the store answers."""

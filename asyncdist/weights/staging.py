@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 import weakref
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -20,10 +23,13 @@ from asyncdist.transport.fork import SocketSet
 from asyncdist.transport.shared_memory.segment import AttachedSegment, Segment
 from asyncdist.weights.manifest import Manifest, WeightsError, digest
 
-__all__ = ["Ref", "Stage", "check_blocks", "fill", "in_threads", "new_memory"]
+__all__ = ["Ref", "Stage", "Threads", "fill", "new_memory"]
 
 THREADS: Final = 4
-"""That compare, copy and sum at once: a few reach what memory can do."""
+"""That compare, copy and sum at once, if there are twice as many cores: a few reach what memory can do."""
+NICENESS: Final = 10
+UNKNOWN: Final = -1
+"""In place of a checksum: they are taken of what is sent, and what is mapped is not sent."""
 LOOK_BYTES: Final = 4096
 """Compared first: where everything changes, nothing more is."""
 
@@ -49,10 +55,11 @@ class Ref(NamedTuple):
 
 
 class Stage:
-    """A version in memory. `segment` is None where this system shares none.
+    """A version in memory. `sums` are CRC-32 of its blocks, or UNKNOWN.
 
-    `source` is the rank that lent the segment, and its number there. `lent` are those it was lent to and did not
-    give it back, with the numbers they know it by. `spoiled`: somebody may read it unknown to us.
+    `segment` is None where this system shares no memory. `source` is the rank that lent it, and its number there.
+    `lent` are those it was lent to and did not give it back, with the numbers they know it by. `spoiled`: somebody may
+    read it unknown to us. `dropped`: it is not ours to read any more; `unused`: nobody in this process reads it.
     """
 
     def __init__(
@@ -66,6 +73,7 @@ class Stage:
         self.flat: Array = np.frombuffer(memory, np.uint8)[: manifest.nbytes]
         """The bytes of the version. Views of it are what keeps the memory in use."""
         self.source: tuple[int, int] | None = None
+        self.sums: Array = np.full(len(manifest.born), UNKNOWN)
         self.lent: set[tuple[int, int]] = set()
         self.spoiled = False
         self.unused = self.dropped = False
@@ -75,6 +83,20 @@ class Stage:
         self.id = id
         self.packed = self.manifest.pack()
         return Ref(id, 0, digest(self.packed), 0, "")
+
+    def sum_up(self, blocks: range) -> None:
+        """Know the checksums of `blocks`."""
+        for block in blocks:
+            if self.sums[block] == UNKNOWN:
+                self.sums[block] = zlib.crc32(self.flat[self.manifest.bytes_of(block)].data)
+
+    def check(self, blocks: range, sums: Array, source: str) -> None:
+        """Keep `sums` as the checksums of `blocks`. Raises WeightsError if the bytes are others."""
+        self.sum_up(blocks)
+        if not np.array_equal(self.sums[blocks.start : blocks.stop], sums):
+            raise WeightsError(
+                f"blocks {blocks.start} to {blocks.stop - 1} that {source} sent are not what was committed"
+            )
 
     def arrays(self) -> dict[str, Array]:
         """The arrays by name, read-only."""
@@ -105,10 +127,9 @@ def new_memory(nbytes: int, fds: SocketSet) -> tuple[memoryview, Segment | None]
 
 
 class _Filling(NamedTuple):
-    """What the threads that fill a stage know. `keeps`: the blocks that are in `target` already."""
+    """What the threads that fill a stage know. `keeps`: the blocks that are in `stage` already."""
 
-    target: Array
-    manifest: Manifest
+    stage: Stage
     sources: list[Array]
     starts: list[int]
     base: Stage | None
@@ -131,88 +152,85 @@ def fill(
     if base is not None and before is not None and before.entries == manifest.entries:
         keeps = before.born == base.manifest.born
     starts = [entry.offset for entry in manifest.entries]
-    filling = _Filling(stage.flat, manifest, sources, starts, base, keeps, id)
-    share = max(1, -(-len(manifest.born) // (4 * THREADS)))
+    filling = _Filling(stage, sources, starts, base, keeps, id)
+    share = max(1, len(manifest.born) // (4 * THREADS))
     for first in range(0, len(manifest.born), share):
-        yield _filler(filling, range(first, min(first + share, len(manifest.born))))
+        yield partial(_fill_blocks, filling, range(first, min(first + share, len(manifest.born))))
 
 
-def _filler(filling: _Filling, blocks: range) -> Callable[[], None]:
-    def work() -> None:
-        for block in blocks:
-            _fill_block(filling, block)
-
-    return work
-
-
-def _fill_block(filling: _Filling, block: int) -> None:
-    manifest, base = filling.manifest, filling.base
-    begin = block * manifest.block_bytes
-    end = min(begin + manifest.block_bytes, manifest.nbytes)
-    pieces = []
-    index = bisect_right(filling.starts, begin) - 1
-    while index < len(filling.starts) and filling.starts[index] < end:
-        start = filling.starts[index]
-        data = filling.sources[index][max(begin - start, 0) : end - start]
-        if data.nbytes:
-            pieces.append((max(begin, start), data))
-        index += 1
-    if base is not None and all(_alike(base.flat[at : at + data.nbytes], data) for at, data in pieces):
-        manifest.born[block], manifest.sums[block] = base.manifest.born[block], base.manifest.sums[block]
-        if filling.keeps is not None and filling.keeps[block]:
-            return
-    else:
-        manifest.born[block] = filling.id
-    for at, data in pieces:
-        filling.target[at : at + data.nbytes] = data
-    if manifest.born[block] == filling.id:
-        manifest.sums[block] = zlib.crc32(filling.target[begin:end].data)
+def _fill_blocks(filling: _Filling, blocks: range) -> None:
+    stage, sources, starts, base, keeps, id = filling
+    manifest = stage.manifest
+    for block in blocks:
+        begin, end, _ = manifest.bytes_of(block).indices(manifest.nbytes)
+        pieces = []
+        index = bisect_right(starts, begin) - 1
+        while index < len(starts) and starts[index] < end:
+            data = sources[index][max(begin - starts[index], 0) : end - starts[index]]
+            pieces.append((slice(max(begin, starts[index]), max(begin, starts[index]) + data.nbytes), data))
+            index += 1
+        if base is not None and all(_alike(base.flat[at], data) for at, data in pieces):
+            manifest.born[block], stage.sums[block] = base.manifest.born[block], base.sums[block]
+            if keeps is not None and keeps[block]:
+                continue
+        else:
+            manifest.born[block], stage.sums[block] = id, UNKNOWN
+        for at, data in pieces:
+            stage.flat[at] = data
 
 
 def _alike(one: Array, other: Array) -> bool:
     return bool((one[:LOOK_BYTES] == other[:LOOK_BYTES]).all()) and bool((one == other).all())
 
 
-def check_blocks(stage: Stage, begin: int, end: int, source: str) -> None:
-    """Raise WeightsError unless the blocks of `stage` from `begin` to `end` are what their checksums say."""
-    manifest = stage.manifest
-    for start in range(begin, end, manifest.block_bytes):
-        block = start // manifest.block_bytes
-        if zlib.crc32(stage.flat[start : start + manifest.block_bytes].data) != manifest.sums[block]:
-            raise WeightsError(f"bytes from {start} on that {source} sent are not what was committed")
+class Threads:
+    """A few threads that leave the processor to others: servers of this host answer while they copy."""
 
+    def __init__(self) -> None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self._count = max(1, min(THREADS, cores // 2))
+        self._pool = ThreadPoolExecutor(self._count, "asyncdist-weights", _be_nice)
 
-async def in_threads(jobs: Iterable[Callable[[], None]]) -> None:
-    """Run `jobs` in a few threads; raises what one of them raised. Returns, cancelled or not, when none runs."""
-    remaining = iter(jobs)
-    lock = threading.Lock()
-    failed = False
+    async def do(self, jobs: Iterable[Callable[[], None]]) -> None:
+        """Do `jobs`; raises what one of them raised. Returns, cancelled or not, when none is under way."""
+        remaining = iter(jobs)
+        lock = threading.Lock()
+        failed = False
 
-    def work() -> None:
-        nonlocal failed
-        while not failed:
-            with lock:
-                job = next(remaining, None)
-            if job is None:
-                return
+        def work() -> None:
+            nonlocal failed
             try:
-                job()
+                while not failed:
+                    with lock:
+                        job = next(remaining, None)
+                    if job is None:
+                        return
+                    job()
             except BaseException:
                 failed = True
                 raise
 
-    count = min(THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    running = [asyncio.get_running_loop().run_in_executor(None, work) for _ in range(count)]
-    ended = asyncio.gather(*running, return_exceptions=True)
-    try:
-        await asyncio.shield(ended)
-    except asyncio.CancelledError:
-        failed = True
-        await uninterrupted(_end_of(ended))
-        raise
-    for error in ended.result():
-        if error is not None:
-            raise error
+        loop = asyncio.get_running_loop()
+        running = [loop.run_in_executor(self._pool, work) for _ in range(self._count)]
+        ended = asyncio.gather(*running, return_exceptions=True)
+        try:
+            await asyncio.shield(ended)
+        except asyncio.CancelledError:
+            failed = True
+            await uninterrupted(_end_of(ended))
+            raise
+        for error in ended.result():
+            if error is not None:
+                raise error
+
+    def close(self) -> None:
+        """End the threads, which do nothing now."""
+        self._pool.shutdown(wait=False)
+
+
+def _be_nice() -> None:
+    if sys.platform == "linux":  # where a thread has a priority of its own
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 async def _end_of(future: asyncio.Future[Any]) -> None:

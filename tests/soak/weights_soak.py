@@ -59,20 +59,25 @@ def say(**facts: Any) -> None:
 async def serve(port: int, label: str) -> None:
     """Subscribe, and look at what is served, until killed, or until the standard input ends."""
     arrays: dict[str, Any] = {}
-    async with TCPStore("127.0.0.1", port) as store:
-        joined_s = time.monotonic()
-        async with weights.subscribe(NAME, into=arrays, store=store, label=label) as subscription:
-            watching = asyncio.create_task(_look(arrays))
-            stop = asyncio.create_task(_stdin_ends())
-            async for version in subscription:
-                if joined_s:
-                    say(ready_s=time.monotonic() - joined_s, version=version.number)
-                    joined_s = 0.0
-                if watching.done():
-                    watching.result()
-                if stop.done():
-                    break
-            watching.cancel()
+    async with (
+        TCPStore("127.0.0.1", port) as store,
+        weights.subscribe(NAME, into=arrays, store=store, label=label) as subscription,
+    ):
+        tasks = [asyncio.create_task(one) for one in (_take_all(subscription), _look(arrays), _stdin_ends())]
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+async def _take_all(subscription: weights.Subscription) -> None:
+    joined_s = time.monotonic()
+    async for version in subscription:
+        if joined_s:
+            say(ready_s=time.monotonic() - joined_s, version=version.number)
+            joined_s = 0.0
 
 
 async def _look(arrays: dict[str, Any]) -> None:
@@ -130,14 +135,20 @@ class Fleet:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environ},
         )
         reader = asyncio.StreamReader()
-        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), process.stdout)
-        task = asyncio.create_task(self._read(process, reader, arguments))
+        pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), process.stdout
+        )
+        task = asyncio.create_task(self._read(process, reader, pipe, arguments))
         self._readers.add(task)
         task.add_done_callback(self._readers.discard)
         return process
 
     async def _read(
-        self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, arguments: tuple[str, ...]
+        self,
+        process: subprocess.Popen[bytes],
+        reader: asyncio.StreamReader,
+        pipe: asyncio.ReadTransport,
+        arguments: tuple[str, ...],
     ) -> None:
         errors = b""
         async for line in reader:
@@ -145,6 +156,9 @@ class Fleet:
                 self._hear(process.pid, json.loads(line))
             else:
                 errors += line
+        pipe.close()
+        assert process.stdin is not None
+        process.stdin.close()
         code = await asyncio.to_thread(process.wait)
         if process.pid not in self.ending or code not in (0, -9):
             self.problems.append(f"{' '.join(arguments)} ended with {code}: {errors[-3000:].decode()}")
@@ -168,7 +182,7 @@ class Fleet:
         process.kill()
 
     def leave(self, process: subprocess.Popen[bytes]) -> None:
-        """Have it end in order, which it does after its next version."""
+        """Have it end in order, as a server does that is told to."""
         self.ending.add(process.pid)
         assert process.stdin is not None
         process.stdin.close()
