@@ -56,6 +56,8 @@ GRACE_S: Final = 1.0
 GIVEN_AT_ONCE: Final = 2
 """Peers of other hosts that one peer sends blocks to at a time. Those that have them give them on: so the number of
 hosts that have a version grows by this factor with each wave, and the trainer's network is not what bounds it."""
+SPARED_S: Final = 1.0
+"""For how long a publisher that has sent a version to some leaves it to those to give it on."""
 ANSWER_S: Final = 5.0
 """A peer whose answer takes longer is busy with other things: another one is asked."""
 STALL_S: Final = 20.0
@@ -303,7 +305,7 @@ class Peer:
         elif verb == _LOOK:
             await self._send(rank, request, msgpack.packb([_OK, self._lend(stage, rank)]))
             await self._send(rank, request, stage.packed)
-        elif self._given >= GIVEN_AT_ONCE:
+        elif self._given >= GIVEN_AT_ONCE or (not self.member.subscribes and self._loop.time() < stage.spared_until_s):
             await self._send(rank, request, msgpack.packb([_BUSY, 0]))
         else:
             self._given += 1
@@ -318,6 +320,9 @@ class Peer:
                     self.bytes_given += octets.stop - octets.start
             finally:
                 self._given -= 1
+                stage.given += 1
+                if stage.given >= GIVEN_AT_ONCE:
+                    stage.spared_until_s = self._loop.time() + SPARED_S
 
     def _lend(self, stage: Stage, rank: int) -> int:
         """Have `rank` map a version; the number of the segment there, 0 if it cannot."""

@@ -60,6 +60,7 @@ class Stage:
     `segment` is None where this system shares no memory. `source` is the rank that lent it, and its number there.
     `lent` are those it was lent to and did not give it back, with the numbers they know it by. `spoiled`: somebody may
     read it unknown to us. `dropped`: it is not ours to read any more; `unused`: nobody in this process reads it.
+    It was sent to others `given` times, and a publisher sends it to nobody until `spared_until_s`.
     """
 
     def __init__(
@@ -77,6 +78,8 @@ class Stage:
         self.lent: set[tuple[int, int]] = set()
         self.spoiled = False
         self.unused = self.dropped = False
+        self.given = 0
+        self.spared_until_s = 0.0
 
     def sealed(self, id: int) -> Ref:
         """Its bytes are complete: it has the number `id` from now on, and others can ask for it."""

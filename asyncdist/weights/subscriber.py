@@ -178,27 +178,23 @@ class Subscription(AsyncIterator[Version]):
         if committed is not None and self._staged is not None and self._staged[0].id == committed.id:
             self._serve(peer, *self._staged)
             self._staged = None
-        serving_id = 0 if self._serving is None else self._serving[0].id
-        late = committed is not None and committed.id != serving_id
-        wanted = committed if late else offered
         if self._staged is not None and (offered is None or self._staged[0].id != offered.id):
             peer.drop(self._staged[1])
             self._staged = None
-        if wanted is not None and (
-            wanted.id in self._refused or (self._staged is not None and wanted.id == self._staged[0].id)
-        ):
-            wanted = None
+        here = {had[0].id for had in (self._serving, self._staged) if had is not None} | self._refused
+        # What is offered comes first: it is waited for, and what is committed may be nowhere any more.
+        wanted = next((ref for ref in (offered, committed) if ref is not None and ref.id not in here), None)
         if self._getting is not None and self._getting[0] != wanted:
             self._stop_getting()
         if wanted is not None and self._getting is None:
-            self._getting = wanted, peer.begin(self._get(peer, wanted, late=late), f"gets version {wanted.version}")
+            self._getting = wanted, peer.begin(self._get(peer, wanted), f"gets version {wanted.version}")
 
     def _stop_getting(self) -> None:
         if self._getting is not None:
             self._getting[1].cancel()
             self._getting = None
 
-    async def _get(self, peer: Peer, ref: Ref, *, late: bool) -> None:
+    async def _get(self, peer: Peer, ref: Ref) -> None:
         """Stage a version, or say why it cannot be served here."""
         why = ""
         try:
@@ -212,11 +208,14 @@ class Subscription(AsyncIterator[Version]):
         self._getting = None
         if not why:
             peer.keep(stage)
-            self._staged = ref, stage
+            if ref == self._state.committed:
+                self._serve(peer, ref, stage)
+            else:
+                self._staged = ref, stage
         else:
             self._refused.add(ref.id)
             peer.tell(failed=ref.id, why=why, gets=0)
-            if late and self._serving is None:
+            if ref == self._state.committed and self._serving is None:
                 self._failure = WeightsError(f"{self!r}: version {ref.version} cannot be served here: {why}")
                 assert self._task is not None
                 self._task.cancel()

@@ -26,6 +26,8 @@ import forked
 import numpy as np
 
 from asyncdist import TCPStore, run, weights
+from asyncdist.weights.peer import members_of, view_of
+from asyncdist.weights.state import read
 
 NAME = "policy"
 ELEMENTS = 384 << 10  # of 8 bytes, in each of two arrays
@@ -63,7 +65,9 @@ async def serve(port: int, label: str) -> None:
         TCPStore("127.0.0.1", port) as store,
         weights.subscribe(NAME, into=arrays, store=store, label=label) as subscription,
     ):
-        tasks = [asyncio.create_task(one) for one in (_take_all(subscription), _look(arrays), _stdin_ends())]
+        joined_s = time.monotonic() if await weights.ready(NAME, store=store) else 0.0  # else there is nothing yet
+        work = (_take_all(subscription, joined_s), _look(arrays), _stdin_ends())
+        tasks = [asyncio.create_task(one) for one in work]
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
@@ -72,8 +76,7 @@ async def serve(port: int, label: str) -> None:
         await asyncio.wait(tasks)
 
 
-async def _take_all(subscription: weights.Subscription) -> None:
-    joined_s = time.monotonic()
+async def _take_all(subscription: weights.Subscription, joined_s: float) -> None:
     async for version in subscription:
         if joined_s:
             say(ready_s=time.monotonic() - joined_s, version=version.number)
@@ -227,7 +230,9 @@ async def soak(options: argparse.Namespace) -> int:
                 fleet.kill(trainer)
                 trainer = await fleet.start("--train", "--every", str(options.every))
             if time.monotonic() - fleet.committed_at_s > SILENCE_S:
-                fleet.problems.append(f"nothing was committed for {SILENCE_S:g} s, since version {fleet.committed}")
+                members = await members_of(view_of(store, NAME))
+                text = f"nothing was committed for {SILENCE_S:g} s, since version {fleet.committed}: {members}"
+                fleet.problems.append(f"{text}, {await read(view_of(store, NAME))}")
         for process in [*servers, trainer]:
             fleet.kill(process)
         await fleet.end()

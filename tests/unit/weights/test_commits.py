@@ -8,7 +8,7 @@ import contextlib
 import numpy as np
 import pytest
 from waiting import eventually
-from weights_kit import model, serving, version_of
+from weights_kit import joined, model, serving, version_of
 
 from asyncdist import HashStore, weights
 from asyncdist.errors import ClosedError, StoreTimeoutError
@@ -128,6 +128,20 @@ async def test_a_late_subscriber_gets_the_version_after_its_publisher_has_gone(s
             await weights.wait_ready("policy", 6, store=store, timeout=10)
             assert version_of(first) == 6
             assert version_of(second) == 5
+
+
+async def test_what_nobody_has_any_more_keeps_no_subscriber_from_what_comes(store):
+    """All that served the last version are gone. Who comes then waits for the next, and stages it."""
+    async with weights.publish("policy", store=store) as publisher:
+        await publisher.commit(1, model(1))
+    into = {}
+    async with serving(store.clone(), into), weights.publish("policy", store=store) as publisher:
+        await joined(store, 2)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        await publisher.commit(2, model(2), timeout=10)
+        await weights.wait_ready("policy", 2, store=store, timeout=10)
+        assert version_of(into) == 2
 
 
 async def test_without_into_a_subscriber_is_ready_when_it_asks_for_the_next(store):
