@@ -163,6 +163,13 @@ async def call_what_was_defined(names: dict[str, Any], group: dist.ProcessGroup)
     for name, call in calls.items():
         if name in names:
             await call(names[name])
+    if "serve_versions" in names:
+        store = names["store"]
+        task = asyncio.ensure_future(names["serve_versions"](store))
+        await names["publish_steps"](store)
+        assert set((await names["weights"].wait_ready("policy", 10, store=store, timeout=20)).values()) == {10}
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
     if "updates" in names:  # which goes on for ever
         task = asyncio.ensure_future(names["updates"]({"w": np.ones(3)}, group))
         await asyncio.sleep(0)

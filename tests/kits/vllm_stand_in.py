@@ -159,7 +159,7 @@ class Client:
 def install(monkeypatch: pytest.MonkeyPatch) -> tuple[type[Factory], type[Factory]]:
     """Have `import vllm` find this; returns the factories of engines and of trainers' engines."""
     factories = [type(name, (Factory,), {"registry": {}}) for name in ("Engines", "Trainers")]
-    parts = {
+    parts: dict[str, dict[str, Any]] = {
         "distributed.weight_transfer.base": {
             "TrainerInitInfo": TrainerInitInfo,
             "TrainerWeightTransferEngine": TrainerEngine,

@@ -20,14 +20,18 @@ import random
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
-import forked
 import numpy as np
 
 from asyncdist import TCPStore, run, weights
 from asyncdist.weights.peer import members_of, view_of
 from asyncdist.weights.state import read
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "kits"))
+
+import forked
 
 NAME = "policy"
 ELEMENTS = 384 << 10  # of 8 bytes, in each of two arrays
