@@ -125,10 +125,9 @@ class Manifest:
             for entry in self.entries
         }
 
-    def why_unlike(self, arrays: Mapping[str, Array]) -> str:
-        """How these arrays differ in name, dtype or shape from `arrays`; empty if they do not."""
+    def why_unlike(self, theirs: Mapping[str, str]) -> str:
+        """How these arrays differ from others, given by name as `describe` does; empty if they do not."""
         own = {entry.name: describe(entry.dtype, entry.shape) for entry in self.entries}
-        theirs = {name: describe(array.dtype, array.shape) for name, array in arrays.items()}
         for name in own.keys() | theirs.keys():
             if own.get(name) != theirs.get(name):
                 return f"{name!r} is {own.get(name, 'not there')}, where {theirs.get(name, 'none')} is served"

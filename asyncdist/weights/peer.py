@@ -41,7 +41,6 @@ from asyncdist.transport.config import TransportConfig
 from asyncdist.transport.fork import SocketSet
 from asyncdist.transport.mesh import Mesh
 from asyncdist.transport.protocol.frame import pack_key
-from asyncdist.transport.shared_memory.segment import AttachedSegment, Segment
 from asyncdist.weights.manifest import MAX_MANIFEST_BYTES, Manifest, WeightsError, digest
 from asyncdist.weights.staging import Ref, Stage, Threads, new_memory
 from asyncdist.work import Work
@@ -244,10 +243,15 @@ class Peer:
         self.stages[stage.id] = stage
         self.tell(has=tuple(self.stages), gets=0)
 
-    def drop(self, stage: Stage) -> None:
-        """Give `stage` to nobody any more, and back to whoever lent it once nobody here uses it."""
+    def withhold(self, stage: Stage) -> None:
+        """Let nobody get `stage` any more."""
         if self.stages.pop(stage.id, None) is not None and not self.lease.lost:
             self.tell(has=tuple(self.stages))
+
+    def drop(self, stage: Stage) -> None:
+        """The same, and give it back to whoever lent it once nobody reads it here, nor where it was lent on."""
+        self.withhold(stage)
+        stage.close()
         if stage.source is not None:
             stage.when_unused(partial(self._unused, stage))
 
@@ -257,15 +261,15 @@ class Peer:
             self._loop.call_soon_threadsafe(self._give_back, stage)
 
     def _give_back(self, stage: Stage) -> None:
-        """Nobody here uses a version any more that was lent to us: tell who lent it, once we have not lent it on."""
-        source, segment = stage.source, stage.segment
         stage.unused = True
-        if source is None or segment is None or stage.lent or stage.spoiled:
-            return
-        stage.source = stage.segment = None
-        segment.close()
-        if not self.mesh.closing and self.mesh.is_connected(source[0]):
-            self._send_control(source[0], [0, _DONE, source[1], b""])
+        if stage.source is not None and not stage.lent and not stage.spoiled:
+            self._say_done(*stage.source)
+            stage.source = None
+
+    def _say_done(self, rank: int, number: int) -> None:
+        """A segment that `rank` has lent us is read no more."""
+        if not self.mesh.closing and self.mesh.is_connected(rank):
+            self._send_control(rank, [0, _DONE, number, b""])
 
     # -- what others want
 
@@ -385,7 +389,11 @@ class Peer:
             looking.add_done_callback(self._unwanted)
             raise
         if stage.source is None:
-            await self._take(rank, ref, stage, base)
+            try:
+                await self._take(rank, ref, stage, base)
+            except BaseException:
+                stage.close()
+                raise
         return stage
 
     def _unwanted(self, looking: asyncio.Task[Stage]) -> None:
@@ -400,24 +408,30 @@ class Peer:
             async with asyncio.timeout(ANSWER_S):
                 number = await self._heard(rank, request)
                 packed = bytes(await self._receive_array(rank, request))
-        segment: Segment | AttachedSegment | None = None
-        if number:
-            if rank not in self._memory.connections:
-                raise ConnectionResetError("it is gone")
-            segment = self._memory.connections[rank].take_segment(number)
-        if digest(packed) != ref.digest:
-            raise WeightsError(f"rank {rank} has another version {ref.version} than was committed")
-        manifest = Manifest.unpack(packed)
-        if segment is None:
-            view, segment = new_memory(manifest.nbytes, self._memory.fds)
-            stage = Stage(manifest, view, segment)
-        elif segment.size < manifest.nbytes:
-            raise RemoteProtocolError(f"rank {rank} lent {segment.size} bytes for {manifest.nbytes}")
+        if not number:
+            manifest = self._checked(rank, ref, packed)
+            stage = Stage(manifest, *new_memory(manifest.nbytes, self._memory.fds))
+        elif rank not in self._memory.connections:
+            raise PeerLostError(f"rank {rank} is gone", rank)
         else:
+            segment = self._memory.connections[rank].take_segment(number)
+            try:
+                manifest = self._checked(rank, ref, packed)
+                if segment.size < manifest.nbytes:
+                    raise RemoteProtocolError(f"rank {rank} lent {segment.size} bytes for {manifest.nbytes}")
+            except BaseException:
+                segment.close()
+                self._say_done(rank, number)
+                raise
             stage = Stage(manifest, segment.view, segment)
             stage.source = (rank, number)
         stage.packed, stage.id = packed, ref.id
         return stage
+
+    def _checked(self, rank: int, ref: Ref, packed: bytes) -> Manifest:
+        if digest(packed) != ref.digest:
+            raise WeightsError(f"rank {rank} has another version {ref.version} than was committed")
+        return Manifest.unpack(packed)
 
     async def _take(self, rank: int, ref: Ref, stage: Stage, base: Stage | None) -> None:
         """Fill `stage` with what is in `base` already, and with blocks from `rank`."""
@@ -451,7 +465,7 @@ class Peer:
             yield
         except BaseException:
             self.mesh.drop_group(_key(self.rank, request)[:16])
-            with contextlib.suppress(DistError):
+            if not self.mesh.closing and self.mesh.is_connected(rank):
                 self._send_control(rank, [request, _STOP, 0, b""])
             raise
 

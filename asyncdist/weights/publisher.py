@@ -160,7 +160,7 @@ class Publisher:
         except BaseException as error:
             await uninterrupted(self._roll_back(peer))
             if self._state.committed != self._ref:
-                peer.drop(stage)
+                peer.withhold(stage)
                 self._spare(stage)
                 raise
             self._serve(peer, stage)
@@ -172,7 +172,7 @@ class Publisher:
     def _serve(self, peer: Peer, stage: Stage) -> None:
         before, self._current = self._current, stage
         if before is not None:
-            peer.drop(before)
+            peer.withhold(before)
             self._spare(before)
 
     async def _stage(self, peer: Peer, version: int, arrays: Mapping[str, Array]) -> Stage:
@@ -183,8 +183,7 @@ class Publisher:
         try:
             await peer.threads.do(fill(stage, arrays, self._current, before, id))
         except BaseException:
-            if stage.segment is not None:
-                stage.segment.close()
+            stage.close()
             raise
         self._ref = stage.sealed(id)._replace(version=version, rank=peer.rank, host=peer.member.host)
         peer.keep(stage)
@@ -204,14 +203,14 @@ class Publisher:
         self._spares.append(stage)
         usable = [stage for stage in self._spares if not stage.spoiled][-SPARES:]
         for old in self._spares:
-            if old not in usable and old.segment is not None:
-                old.segment.close()
+            if old not in usable:
+                old.close()
         self._spares = usable
 
     def _forget_stages(self) -> None:
         for stage in [*self._spares, self._current]:
-            if stage is not None and stage.segment is not None:
-                stage.segment.close()
+            if stage is not None:
+                stage.close()
         self._spares, self._current = [], None
 
     async def _change(self, peer: Peer, **changes: Any) -> None:

@@ -107,6 +107,11 @@ class Stage:
         flat.flags.writeable = False
         return self.manifest.views(flat)
 
+    def close(self) -> None:
+        """Lend it to nobody any more. What maps it, here or elsewhere, keeps the memory."""
+        if self.segment is not None:
+            self.segment.close()
+
     def when_unused(self, tell: Callable[[], object]) -> None:
         """Drop the bytes here, and call `tell`, in any thread, once nobody in this process uses them."""
         weakref.finalize(_memory_of(self.flat), tell).atexit = False

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping, MutableMapping
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
-from asyncdist.arrays.host import Array, host_array
+from asyncdist.arrays.host import Array, describe, host_array
 from asyncdist.concurrency import trace as events
 from asyncdist.concurrency.tasks import start_task, uninterrupted
 from asyncdist.errors import ClosedError, DistError
@@ -60,7 +60,8 @@ class Subscription(AsyncIterator[Version]):
         self.name = name
         self.label = label
         self._into = into
-        self._fits = {key: host_array(array, f"into[{key!r}]") for key, array in (into or {}).items()}
+        given = {key: host_array(array, f"into[{key!r}]") for key, array in (into or {}).items()}
+        self._fits = {key: describe(array.dtype, array.shape) for key, array in given.items()}
         self._store = store
         self._peer: Peer | None = None
         self._state = State()
@@ -140,6 +141,8 @@ class Subscription(AsyncIterator[Version]):
                 self._failure = error
             raise
         finally:
+            if self._serving is not None:
+                self._serving[1].close()
             self._news.set()
 
     async def _live(self, peer: Peer) -> None:
@@ -163,6 +166,8 @@ class Subscription(AsyncIterator[Version]):
                 task.cancel()
             self._stop_getting()
             await uninterrupted(_end_of(following, losing))
+            if self._staged is not None:
+                peer.drop(self._staged[1])
             self._peer, self._staged = None, None
             await uninterrupted(peer.close())
 
@@ -199,7 +204,11 @@ class Subscription(AsyncIterator[Version]):
         why = ""
         try:
             stage = await peer.fetch(ref, None if self._serving is None else self._serving[1])
-        except (OSError, MemoryError) as error:
+        except Exception as error:
+            if isinstance(error, DistError) or not isinstance(error, OSError | MemoryError):
+                events.info("%r: %r; subscribing anew", self, error)
+                peer.lease.abandon()
+                return
             why = f"there is no memory for it here: {error}"
         else:
             why = stage.manifest.why_unlike(self._fits) if self._fits else ""

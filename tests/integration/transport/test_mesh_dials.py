@@ -40,6 +40,31 @@ async def test_peer_that_is_gone_from_this_host_is_lost_at_once() -> None:
             one.send(1, b"x")
 
 
+@TRANSPORTS
+async def test_a_rank_that_is_forgotten_may_be_another_one(transport: str) -> None:
+    """It is lost, and then a mesh of that number comes."""
+    async with world(2, transport) as made:
+        one, two = made.ranks
+        sent = one.send(1, b"to the first")
+        assert await received(two.receive(0)) == b"to the first"
+        await sent
+        one.mesh.forget(1)  # it is connected
+        assert one.mesh.is_connected(1)
+        two.mesh.abort()
+        await eventually(lambda: 1 in one.lost)
+        with pytest.raises(PeerLostError):
+            one.send(1, b"x")
+        one.mesh.forget(1)
+        one.mesh.forget(1)
+        assert not one.mesh.is_gone(1)
+        del one.lost[1]
+        third = made.add(1)
+        made.addresses[1] = await third.mesh.listen()
+        sent = one.send(1, b"to the second")
+        assert await received(third.receive(0)) == b"to the second"
+        await sent
+
+
 async def test_refused_dial_to_another_host_is_retried_until_the_time_out() -> None:
     async with world(2, "tcp", connect_timeout_s=0.4) as made:
         one = made.ranks[0]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import os
+from pathlib import Path
 
 import msgpack
 import numpy as np
@@ -211,3 +214,31 @@ async def test_requests_for_what_is_not_here_are_answered(store):
             await asking._heard(asked.rank, request)
         await publisher.commit(2, model(2))
         await weights.wait_ready("policy", 2, store=store, timeout=10)
+
+
+def kept():
+    """Descriptors that are open, and maps of versions."""
+    return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("asyncdist-weights")
+
+
+@pytest.mark.parametrize("hosts", [("here", "here", "here"), ("trainer", "first", "second")])
+async def test_commits_leave_no_descriptors_and_no_memory(store, monkeypatch, hosts):
+    if len(set(hosts)) > 1:
+        on_hosts(monkeypatch, *hosts)
+    async with (
+        weights.publish("policy", store=store) as publisher,
+        serving(store.clone(), {}),
+        serving(store.clone(), {}),
+    ):
+        counts = []
+        for version in range(1, 16):
+            await publisher.commit(version, model(version))
+            await weights.wait_ready("policy", version, count=2, store=store, timeout=10)
+            gc.collect()
+            await asyncio.sleep(0)
+            counts.append(kept())
+        assert max(counts[10:])[0] <= max(counts[:5])[0] + 2
+        assert max(mapped for _, mapped in counts[10:]) <= max(mapped for _, mapped in counts[:5]) + 2
+        before = len(os.listdir("/proc/self/fd"))
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) < before

@@ -130,7 +130,7 @@ async def test_descriptors_that_cannot_be_mapped_are_a_refusal(monkeypatch: pyte
         one.pairing.offer(one.sock)
         two.pairing.offer(two.sock)
 
-        def full(fd: int, _size: int) -> None:
+        def full(fd: int, _size: int, _fds: object = None) -> None:
             os.close(fd)
             raise OSError(12, "Cannot allocate memory")
 
@@ -258,7 +258,7 @@ async def test_segments_of_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
         assert memories[0].share(numbers[1], [1])
         assert theirs.segment(numbers[1]) is theirs.segment(numbers[1])
 
-        def full(fd: int, _size: int) -> None:
+        def full(fd: int, _size: int, _fds: object = None) -> None:
             os.close(fd)
             raise OSError(24, "Too many open files")
 

@@ -16,6 +16,7 @@ from asyncdist.transport.host_memory import HostMemory
 from asyncdist.transport.protocol.frame import pack_key
 from asyncdist.transport.protocol.operations import Receive
 from asyncdist.transport.shared_memory.arrays import ARENA_BYTES
+from asyncdist.transport.shared_memory.segment import Segment
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared on Linux only")
 
@@ -48,6 +49,47 @@ async def test_what_nobody_took_is_unmapped_when_its_owner_gives_it_up() -> None
             assert not connection.attached
         assert len(open_fds()) <= descriptors
         assert not memory.connections[1]._numbers
+
+
+async def test_what_was_lent_can_be_lent_on_after_its_owner_has_gone() -> None:
+    async with world(3, "shm") as made:
+        one, two, three = made.ranks
+        memory, connection = await meet(one, two)
+        segment = Segment(8192, memory.fds)
+        segment.view[:3] = b"abc"
+        taken = connection.take_segment(memory.lend(segment, 1))
+        segment.release()
+        one.mesh.abort()
+        await eventually(lambda: two.lost)
+        relaying, onward = await meet(two, three)
+        number = relaying.lend(taken, 2)
+        assert onward.segment(number).view[:3] == b"abc"
+        last = onward.take_segment(number)
+        assert last.view[:3] == b"abc"
+        assert relaying.lend(taken, 0) == 0  # it is not here
+        for one_of_them in (taken, last):
+            one_of_them.close()
+            one_of_them.close()
+            one_of_them.release()
+        assert relaying.lend(taken, 2) == 0
+
+
+async def test_what_was_lent_and_not_taken_is_closed() -> None:
+    async with world(2, "shm") as made:
+        one, other = made.ranks
+        memory, connection = await meet(one, other)
+        segment = Segment(8192, memory.fds)
+        descriptors = len(open_fds())
+        for _ in range(5):
+            number = memory.lend(segment, 1)
+            assert connection.segment(number).fd >= 0
+            assert len(open_fds()) > descriptors
+            memory.connections[1].unshare(number)
+            one.send(1, b"after that", tag=1)
+            assert await received(other.receive(0, tag=1)) == b"after that"
+            assert len(open_fds()) == descriptors
+        connection.segment(memory.lend(segment, 1))  # goes with the connection
+        segment.release()
 
 
 class Asking(Done):
