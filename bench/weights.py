@@ -144,9 +144,7 @@ async def measure(mib: int, servers: int, rounds: int, gloo: str, folder: str) -
                     if theirs:
                         times["gloo"].append(max(map(float, ask(theirs, number))))
         for process in [*ours, *theirs]:
-            assert process.stdin is not None
-            process.stdin.close()
-            process.wait()
+            process.communicate()
     return report(mib, servers, times, latencies)
 
 
