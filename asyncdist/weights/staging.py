@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 import threading
@@ -17,6 +18,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from asyncdist.arrays.host import Array, Flat
+from asyncdist.concurrency import trace as events
 from asyncdist.concurrency.tasks import uninterrupted
 from asyncdist.errors import RemoteProtocolError
 from asyncdist.transport.fork import SocketSet
@@ -127,11 +129,13 @@ def _memory_of(flat: Array) -> Array:
 
 
 def new_memory(nbytes: int, fds: SocketSet) -> tuple[memoryview, Segment | None]:
-    """Room for a version, which others of the host can map where the system lets them. Raises MemoryError, OSError."""
-    if hasattr(os, "memfd_create"):
+    """Room for a version, which others of the host can map if the system lets them. Raises MemoryError."""
+    try:
         segment = Segment(max(nbytes, 1), fds, "asyncdist-weights")
-        return segment.view, segment
-    return memoryview(bytearray(nbytes)), None
+    except (OSError, AttributeError) as error:
+        events.info("weights: no shared memory of %d bytes: %s", nbytes, error)
+        return np.empty(nbytes, np.uint8).data, None
+    return segment.view, segment
 
 
 class _Filling(NamedTuple):
@@ -238,7 +242,8 @@ class Threads:
 
 def _be_nice() -> None:
     if sys.platform == "linux":  # where a thread has a priority of its own
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 async def _end_of(future: asyncio.Future[Any]) -> None:

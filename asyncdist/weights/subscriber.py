@@ -45,7 +45,8 @@ def subscribe(
     Without `into`, use `version.arrays` in the loop's body: this process counts as ready at a version once it asks for
     the next. The arrays are read-only, and shared with other processes of this host.
 
-    `label` is this subscriber's name among those that are ready, by default host, pid and a random number. Lost
+    `label` is this subscriber's name among those that are ready, which no other has, by default host, pid and a random
+    number. Lost
     connections to the store are made anew; what is served stays meanwhile. Leave with `break` and it goes on in the
     background, until `close`; `async with` closes it. Cancelling, and errors, end it. The iterator raises WeightsError
     if this process serves nothing and cannot serve what is committed, DistError where the store refuses this process.

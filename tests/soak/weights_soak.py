@@ -4,9 +4,9 @@
 
 Each server is a process that looks again and again at what it serves: that all of it is of one version, by a sum that
 the trainer put beside it. Half of them share memory, the others are told to use TCP. Every second a trainer commits a
-version of which a tenth has changed. The program fails if a server ever serves parts of two versions, or one that
-nobody committed, if a server is not ready 2 s after it has joined (`--ready`), or if no version is committed for 10 s.
-It prints what the trainers sent, in all and for each server that joined late.
+version of which a tenth has changed. The program fails if a server ever serves parts of two versions, if one that
+joins while others serve is not ready after 2 s (`--ready`), or if no version is committed for 10 s. It prints what the
+trainers have sent.
 """
 
 from __future__ import annotations

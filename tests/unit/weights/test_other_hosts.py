@@ -56,6 +56,20 @@ async def test_only_blocks_that_have_changed_travel(store, monkeypatch):
         assert publisher.bytes_given == before
 
 
+async def test_where_there_is_no_shared_memory_the_bytes_travel(store, monkeypatch):
+    def refused(*_arguments):
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("asyncdist.weights.staging.Segment", refused)
+    into = {}
+    async with weights.publish("policy", store=store) as publisher, serving(store.clone(), into):
+        for version in (1, 2, 3):
+            await publisher.commit(version, model(version))
+            await weights.wait_ready("policy", version, store=store, timeout=10)
+            assert version_of(into) == version
+        assert publisher.bytes_given
+
+
 async def test_those_who_have_a_version_give_it_on(store, monkeypatch):
     """Eight hosts: the trainer sends it to a few, and those to the others."""
     on_hosts(monkeypatch, "trainer", *[f"h{number}" for number in range(8)])
