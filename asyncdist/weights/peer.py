@@ -65,7 +65,8 @@ RETRY_S: Final = 0.01
 MAX_RETRY_S: Final = 0.25
 """Between two looks for somebody who has what we want, and is not busy."""
 TURN_S: Final = 10.0
-"""How long we wait for another subscriber of this host to fetch a version, which we could then map."""
+"""How long we wait for another subscriber of this host to fetch a version, and ask those only who should give it. They
+may hang."""
 LEAVE_S: Final = 2.0
 
 _GROUP: Final = int.from_bytes(b"weights\0", "little")
@@ -340,14 +341,16 @@ class Peer:
 
     # -- what we want
 
-    async def fetch(self, ref: Ref, base: Stage | None) -> Stage:
+    async def fetch(self, ref: Ref, base: Stage | None, *, offered: bool) -> Stage:
         """Get a version, from whoever has it, for as long as it takes; `base` is one that we have already.
+
+        One that is `offered`, and not committed yet, its publisher has, which is asked first where it is on this host.
 
         Cancelling leaves nothing. Raises OSError and MemoryError where there is no memory for it.
         """
         pause_s, since_s, sources = RETRY_S, self._loop.time(), [ref.rank]
         try:
-            if ref.host != self.member.host:
+            if not offered or ref.host != self.member.host:
                 await self.tell(gets=ref.id)
                 sources = self._sources(await members_of(self.view), ref, wait=True)
             while True:
@@ -367,19 +370,21 @@ class Peer:
             raise
 
     def _sources(self, members: dict[int, Member], ref: Ref, *, wait: bool) -> list[int]:
-        """Whom to ask, the best first; nobody where a subscriber of this host fetches it, which then lends it."""
+        """Whom to ask, in any order: of this host, else of others, and the publisher only if nobody else has it there.
+
+        Nobody where a subscriber of this host fetches it, which then lends it. After a long `wait`, whoever has it.
+        """
         having = [rank for rank, member in members.items() if ref.id in member.has and rank != self.rank]
         random.shuffle(having)
-        having.sort(key=lambda rank: not members[rank].subscribes)
+        if not wait:
+            return having
         near = [rank for rank in having if members[rank].host == self.member.host]
-        if near:
-            return near
-        if wait and any(
-            member.gets == ref.id and member.host == self.member.host and rank < self.rank
-            for rank, member in members.items()
-        ):
-            return []
-        return [rank for rank in having if members[rank].subscribes] or having
+        if not near:
+            for rank, member in members.items():
+                if member.gets == ref.id and member.host == self.member.host and rank < self.rank:
+                    return []
+        found = near or having
+        return [rank for rank in found if members[rank].subscribes] or found
 
     async def _fetch_from(self, rank: int, ref: Ref, base: Stage | None) -> Stage:
         looking = self._loop.create_task(self._look(rank, ref), name=f"asyncdist weights looks at rank {rank}")

@@ -204,7 +204,8 @@ class Subscription(AsyncIterator[Version]):
         """Stage a version, or say why it cannot be served here."""
         why = ""
         try:
-            stage = await peer.fetch(ref, None if self._serving is None else self._serving[1])
+            base = None if self._serving is None else self._serving[1]
+            stage = await peer.fetch(ref, base, offered=ref == self._state.staged)
         except Exception as error:
             if isinstance(error, DistError) or not isinstance(error, OSError | MemoryError):
                 events.info("%r: %r; subscribing anew", self, error)

@@ -17,7 +17,7 @@ from weights_kit import joined, model, on_hosts, serving, version_of
 from asyncdist import HashStore, weights
 from asyncdist.errors import RemoteProtocolError
 from asyncdist.weights import peer as peers
-from asyncdist.weights.staging import Stage
+from asyncdist.weights.staging import Ref, Stage
 
 MIB = 1 << 20
 
@@ -84,8 +84,9 @@ async def test_those_who_have_a_version_give_it_on(store, monkeypatch):
         assert 4 * MIB <= publisher.bytes_given <= 3 * 4 * MIB
 
 
-async def test_late_subscribers_cost_the_trainer_nothing(store, monkeypatch):
-    on_hosts(monkeypatch, "trainer", *[f"h{number}" for number in range(6)])
+@pytest.mark.parametrize("hosts", [["here"] * 7, ["trainer", *[f"h{number}" for number in range(6)]]])
+async def test_late_subscribers_cost_the_trainer_nothing(store, monkeypatch, hosts):
+    on_hosts(monkeypatch, *hosts)
     async with weights.publish("policy", store=store) as publisher, contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(serving(store.clone(), {}))
         await publisher.commit(1, big(1))
@@ -256,3 +257,28 @@ async def test_commits_leave_no_descriptors_and_no_memory(store, monkeypatch, ho
         before = len(os.listdir("/proc/self/fd"))
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) < before
+
+
+@pytest.mark.parametrize(
+    ("members", "near", "wait", "asked"),
+    [
+        ({1: ("a", -1, True)}, "a", True, {1}),
+        ({1: ("a", -1, True), 2: ("a", 7, True)}, "a", True, {2}),
+        ({1: ("a", -1, True), 2: ("b", 7, True)}, "a", True, {1}),
+        ({1: ("b", -1, True), 2: ("b", 7, True), 3: ("c", 0, True)}, "a", True, {2, 3}),
+        ({1: ("b", -1, True), 2: ("a", 7, False)}, "a", True, set()),
+        ({1: ("b", -1, True), 2: ("a", 7, False)}, "a", False, {1}),
+        ({1: ("b", -1, True), 9: ("a", 7, False)}, "a", True, {1}),
+        ({1: ("b", -1, True), 2: ("b", 7, True)}, "a", False, {1, 2}),
+    ],
+)
+async def test_whom_a_subscriber_asks(store, members, near, wait, asked):
+    """Members: host, what is served (-1: a publisher), and whether it has the version, or fetches it. Ours is rank 5."""
+    async with weights.publish("policy", store=store) as publisher:
+        asking = publisher._peer
+        asking.rank, asking.member = 5, asking.member._replace(host=near)
+        known = {
+            rank: peers.Member("", host, b"", (3,) if has else (), 0 if has else 3, serves)
+            for rank, (host, serves, has) in members.items()
+        }
+        assert set(asking._sources(known, Ref(3, 1, b"", 1, ""), wait=wait)) == asked
