@@ -165,6 +165,7 @@ class Peer:
     @classmethod
     async def open(cls, store: Store, name: str, label: str, *, publishes: bool) -> Peer:
         """Become a peer of that name. Raises DistStoreError, DistNetworkError. Cancelling leaves nothing."""
+        events.configure_logging()
         view = view_of(store, name)
         await view.compare_set("world", b"", secrets.token_bytes(16))
         world_id = await view.get("world")

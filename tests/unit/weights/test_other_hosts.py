@@ -273,7 +273,7 @@ async def test_commits_leave_no_descriptors_and_no_memory(store, monkeypatch, ho
     ],
 )
 async def test_whom_a_subscriber_asks(store, members, near, wait, asked):
-    """Members: host, what is served (-1: a publisher), and whether it has the version, or fetches it. Ours is rank 5."""
+    """Members: host, what is served (-1: a publisher), whether it has the version, or fetches it. Ours is rank 5."""
     async with weights.publish("policy", store=store) as publisher:
         asking = publisher._peer
         asking.rank, asking.member = 5, asking.member._replace(host=near)
