@@ -64,8 +64,7 @@ class Session(Bridge):
         reply: Reply[Any] = Reply(self.thread)
         call = Call(self.thread, reply, self.context.copy(), function, arguments, options, self.adopt)
         try:
-            self.thread.submit(call.begin)
-            return reply.wait()
+            return reply.wait(begin=call.begin)
         except ClosedError:
             self.check_open(function)
             raise

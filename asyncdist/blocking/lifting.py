@@ -37,7 +37,7 @@ def asked(function: Callable[P, T]) -> Callable[P, T]:
         if session is None:
             return function(*args, **kwargs)
         args, kwargs = _arguments(args, kwargs)  # type: ignore[assignment] # what stands for them there
-        answer: T = session.call(function, *args, **kwargs)
+        answer: T = session.ask(function, *args, **kwargs)
         return answer
 
     lifted.__module__ = "asyncdist.blocking"

@@ -78,6 +78,7 @@ class Work(Generic[T]):
             reply.set(True)
         for callback in callbacks:
             self._inner._loop.call_soon(self._tell, callback)
+            self._session.thread.owe_turn()
 
     def _tell(self, callback: Callable[[Work[T]], object]) -> None:
         try:
@@ -97,7 +98,9 @@ class Work(Generic[T]):
             refuse_loop("Work.wait")
             reply: Reply[bool] = Reply(self._session.thread)
             try:
-                if not (self._wait_with(reply) or reply.wait(timeout_s) or self._stop_waiting(reply)):
+                if not (
+                    self._wait_with(reply) or reply.wait(timeout_s, lambda: self._inner) or self._stop_waiting(reply)
+                ):
                     raise self._session.thread.call(self._inner.late, timeout_s)
             except BaseException as error:
                 self._stop_waiting(reply)

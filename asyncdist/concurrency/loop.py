@@ -5,21 +5,37 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import gc
 import inspect
+import math
 import os
 import select
 import selectors
 import signal
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from functools import lru_cache
 from pathlib import Path
+from threading import get_ident
 from typing import Any, Final, Protocol, TypeVar
 
 from asyncdist.concurrency.trace import shorten_if_uncaught
 
-__all__ = ["Forkable", "close_in_forked_child", "forget_closed", "loop_factory", "prepare_fork", "run"]
+__all__ = [
+    "Forkable",
+    "Place",
+    "close_in_forked_child",
+    "due_ms",
+    "forget_closed",
+    "lendable",
+    "loop_factory",
+    "place_of",
+    "prepare_fork",
+    "run",
+    "watched",
+]
 
 T = TypeVar("T")
 
@@ -37,6 +53,62 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
     except ImportError:
         return asyncio.new_event_loop
     return uvloop.new_event_loop
+
+
+class Place:
+    """Where a loop runs: the thread that runs it, or may act as if it ran; 0 while none does."""
+
+    __slots__ = ("thread",)
+
+    def __init__(self, thread: int) -> None:
+        self.thread = thread
+
+
+def place_of(loop: asyncio.AbstractEventLoop | None) -> Place:
+    """The place of `loop`: this thread, unless the loop is `lendable`."""
+    place: Place | None = getattr(loop, "place", None)
+    return Place(get_ident()) if place is None else place
+
+
+def lendable(called: Callable[[], object]) -> Any:
+    """Return a new loop that threads run in turn; who does sets its `place`.
+
+    Code may act as if it were called back by the loop while it is `lent`. `called()` is called after each
+    `call_soon_threadsafe`, but not after `wake`, which does the same.
+    """
+    loop = _lendable_class()()
+    loop.called = called
+    loop.call_soon(called)
+    queues = [each for each in gc.get_referents(loop, vars(loop)) if type(each) is deque and len(each) == 1]
+    loop.ready = queues[0] if len(queues) == 1 else None  # no loop says otherwise whether calls are left over
+    return loop
+
+
+@lru_cache(maxsize=1)
+def _lendable_class() -> Any:
+    sample = loop_factory()()
+    sample.close()
+    kind: Any = type(sample)
+
+    class LendableLoop(kind):  # type: ignore[misc]
+        lent = False
+        called: Callable[[], object]
+        ready: deque[Any] | None
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.place = Place(0)
+            self.wake = super().call_soon_threadsafe
+
+        def is_running(self) -> bool:
+            return self.lent or bool(super().is_running())
+
+        def call_soon_threadsafe(self, callback: Any, *arguments: Any, context: Any = None) -> Any:
+            handle = self.wake(callback, *arguments, context=context)
+            self.called()
+            return handle
+
+    return LendableLoop
 
 
 def forget_closed(loop: asyncio.AbstractEventLoop, descriptors: Iterable[int]) -> None:
@@ -76,7 +148,7 @@ def prepare_fork(loop: asyncio.AbstractEventLoop) -> None:
     """Load the function that `forget_closed` needs now: in a forked child the linker's lock may be held for ever."""
     uvloop = _uvloop_of(loop)
     if uvloop is not None:
-        _uv_loop_fork(uvloop.__file__)
+        _uv_function(uvloop.__file__, "uv_loop_fork")
 
 
 def _fork_libuv(loop: asyncio.AbstractEventLoop) -> bool:
@@ -86,7 +158,7 @@ def _fork_libuv(loop: asyncio.AbstractEventLoop) -> bool:
     does not tell libuv of forks.
     """
     uvloop = _uvloop_of(loop)
-    fork = None if uvloop is None or loop.is_closed() else _uv_loop_fork(uvloop.__file__)
+    fork = None if uvloop is None or loop.is_closed() else _uv_function(uvloop.__file__, "uv_loop_fork")
     return fork is not None and fork(uvloop.libuv_get_loop_t_ptr(loop)) == 0
 
 
@@ -96,19 +168,37 @@ def _uvloop_of(loop: asyncio.AbstractEventLoop) -> Any:
     return module if module is not None and isinstance(loop, module.Loop) else None
 
 
-@lru_cache(maxsize=1)
-def _uv_loop_fork(file: str) -> Callable[[object], int] | None:
-    """libuv's `uv_loop_fork`, which takes the result of `libuv_get_loop_t_ptr`; None if uvloop does not export it."""
+@lru_cache(maxsize=2)
+def _uv_function(file: str, name: str) -> Callable[[object], int] | None:
+    """A function of libuv, which takes the result of `libuv_get_loop_t_ptr`; None if uvloop does not export it."""
     try:
-        fork = ctypes.CDLL(file).uv_loop_fork
+        function = getattr(ctypes.CDLL(file), name)
     except (OSError, AttributeError):
         return None
-    fork.argtypes, fork.restype = (ctypes.c_void_p,), ctypes.c_int
+    function.argtypes, function.restype = (ctypes.c_void_p,), ctypes.c_int
     name_of = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(("PyCapsule_GetName", ctypes.pythonapi))
     address_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
         ("PyCapsule_GetPointer", ctypes.pythonapi)
     )
-    return lambda capsule: int(fork(address_of(capsule, name_of(capsule))))
+    return lambda capsule: int(function(address_of(capsule, name_of(capsule))))
+
+
+def watched(loop: Any) -> int:
+    """The descriptor that becomes readable when a lendable loop has something to do; -1 if there is none."""
+    uvloop = _uvloop_of(loop)
+    known = uvloop is None or _uv_function(uvloop.__file__, "uv_backend_timeout") is not None
+    return _epoll_set(loop) if known and loop.ready is not None else -1
+
+
+def due_ms(loop: Any) -> int:
+    """After how long at most a loop that is `watched` is to be run, whatever becomes readable; -1 for never."""
+    if loop.ready:
+        return 0
+    uvloop = _uvloop_of(loop)
+    if uvloop is not None:
+        after = _uv_function(uvloop.__file__, "uv_backend_timeout")
+        return 0 if after is None else after(uvloop.libuv_get_loop_t_ptr(loop))
+    return max(0, math.ceil((loop._scheduled[0].when() - loop.time()) * 1000)) if loop._scheduled else -1
 
 
 def _epoll_set(loop: asyncio.AbstractEventLoop) -> int:

@@ -25,6 +25,7 @@ from threading import get_ident
 from time import perf_counter
 from typing import Any, Final, Protocol
 
+from asyncdist.concurrency.loop import place_of
 from asyncdist.concurrency.spin import CATCH, MeshSpins, Pending, Persistence
 from asyncdist.cuda.interface import Event
 from asyncdist.gpu.threads import close_all
@@ -82,7 +83,7 @@ class Completions:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, set_device: Callable[[int], object]) -> None:
         """`set_device` is the runtime's. By default a thread's device is the first, perhaps another rank's."""
-        self._loop = loop
+        self.loop = loop
         self._set_device = set_device
         self._queues: dict[object, StreamQueue] = {}
         self._looking = False
@@ -112,7 +113,7 @@ class Completions:
             self._polled.add(queue)
             if not self._looking:
                 self._looking = True
-                self._loop.call_soon(self._look)
+                self.loop.call_soon(self._look)
 
     def close(self) -> None:
         """Forget all queues."""
@@ -169,7 +170,7 @@ class Completions:
     def _look(self) -> None:
         self.look()
         if self._polled:
-            self._loop.call_soon(self._look)
+            self.loop.call_soon(self._look)
         else:
             self._looking = False
 
@@ -181,7 +182,7 @@ class Completions:
         queue.waiting = True
         if queue.waiter is None:
             own = partial(self._set_device, queue.entries[0].events[0].device)
-            queue.waiter = _Waiter(self._loop, own, partial(self._waited, queue))
+            queue.waiter = _Waiter(self.loop, own, partial(self._waited, queue))
         for entry in queue.entries:
             queue.waiter.add(entry)
 
@@ -293,18 +294,18 @@ class EventSpinner(Persistence):
     `messages` looks for messages of other ranks, where operations wait for messages too.
     """
 
-    __slots__ = ("_completions", "_limit_s", "_messages", "_thread")
+    __slots__ = ("_completions", "_limit_s", "_messages", "_place")
 
     def __init__(self, completions: Completions, limit_us: float, messages: MeshSpins | None = None) -> None:
         super().__init__()
         self._completions = completions
         self._messages = messages
         self._limit_s = (limit_us if messages is None else CATCH * limit_us) * 1e-6
-        self._thread = get_ident()
+        self._place = place_of(completions.loop)
 
     def look(self, work: Pending) -> bool:
         """Look for a while until `work` is done; return whether it is done."""
-        if get_ident() != self._thread:  # elsewhere asyncio refuses to wait
+        if get_ident() != self._place.thread:  # elsewhere asyncio refuses to wait
             return False
         if self._skip and self._skips():
             return False

@@ -19,6 +19,7 @@ from asyncdist.arrays.reduce_op import ReduceOpLike
 from asyncdist.collectives.arguments.call import Call
 from asyncdist.collectives.backend import BackendNames, CollectiveWork, WorkKey
 from asyncdist.concurrency.deadline import INHERIT, Deadline, Timeout, timeout_seconds
+from asyncdist.concurrency.loop import place_of
 from asyncdist.concurrency.tasks import start_task, uninterrupted
 from asyncdist.errors import ClosedError, CollectiveMismatchError, DistStoreError, GroupAbortedError, PeerLostError
 from asyncdist.group.abort_reasons import (
@@ -84,7 +85,7 @@ class GroupCore:
         self.rank = ranks.index(world.rank)
         self.name = name
         self.timeout_s = timeout_s
-        self._thread = get_ident()
+        self._place = place_of(world.loop)
         self._backends = GroupBackends(world, group_id, ranks, backend_names, self)
         self._backend = self._backends.host  # asked without a detour: small operations count nanoseconds
         self.pairs = Pairs(world, group_id, ranks, self, self._backends.gpu_pairs, parent and parent[0])
@@ -132,7 +133,7 @@ class GroupCore:
                 why = "is closed" if self.closed else "is being closed"
             raise ClosedError(f"{self.where(operation)}: the group {why}")
         # A thread runs one loop at a time, and asking for the running one costs a system call.
-        if get_ident() != self._thread or not self.world.loop.is_running():
+        if get_ident() != self._place.thread or not self.world.loop.is_running():
             raise RuntimeError(f"{self.where(operation)}: called from another event loop than the group was made on")
 
     def where(self, operation: str, sequence: int | None = None) -> str:
@@ -160,7 +161,7 @@ class GroupCore:
         # Small operations count nanoseconds, and a call costs fifty of them: what rarely holds is looked at here.
         world = self.world
         loop = world.loop
-        if not self.usable or get_ident() != self._thread or not loop.is_running():
+        if not self.usable or get_ident() != self._place.thread or not loop.is_running():
             self.check_usable(operation)
             assert self._aborted is not None, "it is neither closed nor aborted"
             raise self.aborted_error(operation, self._aborted)

@@ -15,6 +15,7 @@ from asyncdist.arrays.device import PLAIN, DeviceArray, any_array
 from asyncdist.arrays.objects import GPU_META
 from asyncdist.concurrency.deadline import Timeout, timeout_seconds
 from asyncdist.concurrency.integers import as_int
+from asyncdist.concurrency.loop import place_of
 from asyncdist.errors import DistError, GroupAbortedError
 from asyncdist.group.abort_reasons import explain
 from asyncdist.group.membership import ClosedMembers
@@ -90,7 +91,7 @@ class Pairs:
         """`gpu_pairs()` makes what moves GPU arrays; TypeError without a GPU. `parent_id` of a world is None."""
         self.mesh = world.mesh
         self._loop = world.loop
-        self._thread = get_ident()
+        self._place = place_of(world.loop)
         self._allow_pickle = world.allow_pickle
         self._group_id = group_id
         self._id = group_id ^ POINT_TO_POINT_MARK
@@ -112,7 +113,7 @@ class Pairs:
         """Issue a send of `tensor` to `peer`. `abandon`: whether cancelling the last waiter withdraws it."""
         name = "send" if abandon else "isend"
         # A call costs fifty nanoseconds, and small messages count them: what rarely holds is looked at here.
-        if not self._owner.usable or get_ident() != self._thread or not self._loop.is_running():
+        if not self._owner.usable or get_ident() != self._place.thread or not self._loop.is_running():
             self._check(name)
         timeout_s = None if timeout is None else timeout_seconds(timeout, None)
         array = tensor if type(tensor) is np.ndarray and tensor.dtype in PLAIN else any_array(tensor)
@@ -140,7 +141,7 @@ class Pairs:
     ) -> RecvWork:
         """Issue a receive into `tensor`. `abandon`: whether cancelling the last waiter withdraws it."""
         name = "recv" if abandon else "irecv"
-        if not self._owner.usable or get_ident() != self._thread or not self._loop.is_running():
+        if not self._owner.usable or get_ident() != self._place.thread or not self._loop.is_running():
             self._check(name)
         timeout_s = None if timeout is None else timeout_seconds(timeout, None)
         source = ANY_SOURCE if peer is None else peer

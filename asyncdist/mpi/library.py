@@ -7,6 +7,7 @@ gives `MPI_Finalize` at most `FINALIZE_LIMIT_S` at its exit.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import os
 import signal
@@ -33,7 +34,8 @@ class Ends(Protocol):
 open_meshes: set[Ends] = set()
 """Of worlds that were not closed yet."""
 _left: list[tuple[str, Any]] = []
-_caller: int | None = None
+_caller: object = None
+"""The thread that uses MPI, or the place of a loop that several threads run in turn."""
 _pid = 0
 
 
@@ -52,8 +54,9 @@ def load() -> Any:
     if not _pid:
         _pid = os.getpid()
         atexit.register(_end, MPI, started)
-    level, here = MPI.Query_thread(), threading.get_ident()
-    if level < MPI.THREAD_SERIALIZED and not MPI.Is_thread_main():
+    level, place = MPI.Query_thread(), getattr(asyncio._get_running_loop(), "place", None)
+    here: object = threading.get_ident() if place is None else place
+    if level < MPI.THREAD_SERIALIZED and (place is not None or not MPI.Is_thread_main()):
         raise DistBackendError(
             "MPI may be called from the main thread only, as it was initialized so (MPI_THREAD_FUNNELED): run the "
             "event loop there, not in the communication thread, or initialize MPI with MPI_THREAD_MULTIPLE"

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any, Final, TypeAlias
 
+from asyncdist.concurrency.loop import place_of
 from asyncdist.concurrency.spin import Pending, Persistence
 
 __all__ = ["IDLE_S", "PAUSE_S", "SPIN_S", "Ended", "Progress"]
@@ -57,7 +58,7 @@ class Progress(Persistence):
         self._limit_s = spin_us * 1e-6
         self._messages = messages
         self._awaited = awaited
-        self._thread = threading.get_ident()
+        self._place = place_of(loop)
         self._pid = os.getpid()
         self._requests: dict[object, tuple[list[Any], Ended, list[Any] | None]] = {}
         self._next: asyncio.Handle | None = None
@@ -164,7 +165,7 @@ class Progress(Persistence):
 
     def look(self, work: Pending) -> bool:
         """Ask MPI until `work` is done, for a while after each event; whether it is."""
-        if threading.get_ident() != self._thread:
+        if threading.get_ident() != self._place.thread:
             return False
         event_s = perf_counter()
         self.poll()

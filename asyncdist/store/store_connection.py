@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final
 
-from asyncdist.concurrency.loop import forget_closed
+from asyncdist.concurrency.loop import forget_closed, place_of
 from asyncdist.errors import DistStoreError
 from asyncdist.store.credentials import TLSConfig
 from asyncdist_server.serving.sockets import is_loopback, keep_alive
@@ -239,7 +239,7 @@ class Connection:
         on_lost: Callable[[Exception], None],
     ) -> None:
         self._loop = loop
-        self._thread = threading.get_ident()
+        self._place = place_of(loop)
         self._socket = stream.socket
         self._tls = stream.tls
         self._reader = reader
@@ -352,6 +352,6 @@ class Connection:
         """Close this process's copy, and then have the loop forget it: its selector is still shared with the parent."""
         if self._fd >= 0:
             self._socket.close()
-            if self._thread == threading.get_ident():
+            if self._place.thread == threading.get_ident():
                 forget_closed(self._loop, (self._fd,))
             self._fd = -1

@@ -89,24 +89,26 @@ class Call:
         self._options = options or {}
         self._adopt = adopt
 
-    def begin(self) -> None:
-        """In the communication thread: call, and answer now or at the end of what it began."""
+    def begin(self) -> Work[Any] | None:
+        """In the communication thread: call, and answer now or at the end of what it began, which is returned."""
         try:
             result = self._context.run(self._function, *self._arguments, **self._options)
         except BaseException as error:
             self.reply.set(None, error)
-            return
+            return None
         if isinstance(result, Work):
             self.work = result
             if result._done:
                 self.work_ended()
             else:
                 result._listener = self
+                return result
         elif inspect.isawaitable(result) and not isinstance(result, ProcessGroup):
             coroutine = result if asyncio.iscoroutine(result) else _await(result)
             self.task = self._thread.start_task(coroutine, self._context, self._task_ended)
         else:
             self.reply.set(result if self._adopt is None else self._adopt(result))
+        return None
 
     def work_ended(self) -> None:
         """See `asyncdist.work.Listener`."""
@@ -163,8 +165,7 @@ def complete(
     reply: Reply[Any] = Reply(thread)
     call = Call(thread, reply, context, function)
     try:
-        thread.submit(call.begin)
-        return reply.wait()
+        return reply.wait(begin=call.begin)
     except BaseException as error:
         if cancels and not isinstance(error, Exception):
             thread.submit(call.give_up)
@@ -236,8 +237,15 @@ class Bridge(ABC):
 
     def call(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Any:
         """Call `function` there, and return what stands here for its result."""
+        return self._call(self.thread.call, function, arguments, options)
+
+    def ask(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Any:
+        """As `call`, for a function that begins nothing and changes nothing."""
+        return self._call(self.thread.ask, function, arguments, options)
+
+    def _call(self, how: Callable[..., Any], function: Callable[..., Any], *given: Any) -> Any:
         try:
-            return self.thread.call(self._called, function, arguments, options)
+            return how(self._called, function, *given)
         except ClosedError:
             self.check_open(function)
             raise

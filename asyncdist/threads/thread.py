@@ -1,11 +1,11 @@
 """CommunicationThread: the one thread of a process that runs transport and reductions for code that cannot.
 
-It is started when the first world needs it and ends with the last one. It owns an event loop; everything that concerns
-a world of the thread happens there, in the order in which `submit` and `call` were called. It never waits for another
-thread, so that any thread may wait for it.
+It is started when the first world needs it and ends with the last one. Everything that concerns a world of the thread
+happens on its event loop, in the order in which `submit` and `call` were called. What happens there never waits for
+another thread, so that any thread may wait for it.
 
-A thread without an event loop waits in `Reply.wait` and nowhere else: a thread that is to make the progress itself, as
-ranks of MPI do, takes the loop over there.
+A thread without an event loop waits in `Reply.wait` and nowhere else. It runs the loop itself there, if it finds the
+`Helm` free.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from collections.abc import Callable, Coroutine
 from contextvars import Context
 from typing import Any, Final, Generic, TypeVar
 
-from asyncdist.concurrency.loop import loop_factory
 from asyncdist.concurrency.trace import shorten_if_uncaught
 from asyncdist.errors import ClosedError, DistError
+from asyncdist.threads.helm import Helm
+from asyncdist.work import Work
 
 __all__ = ["CommunicationThread", "Reply", "acquire", "release"]
 
@@ -49,7 +50,8 @@ class CommunicationThread:
     """An event loop (uvloop where installed) in a daemon thread. Made by `acquire`."""
 
     def __init__(self, switch_interval_s: float | None) -> None:
-        self.loop = loop_factory()()
+        self.helm = Helm()
+        self.loop: asyncio.AbstractEventLoop = self.helm.loop
         self.users = 0
         self.at_exit: dict[object, Callable[[BaseException | None], Coroutine[Any, Any, None]]] = {}
         """What leaves each open world at the end of the program, given the exception that ended it, if any."""
@@ -58,7 +60,7 @@ class CommunicationThread:
         self._submitted: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self._context = Context()  # a timer of ours would keep what is in a caller's for as long as it takes
         self._awake = False
-        self._stopping = False
+        self._turn_due = False
         self._pid = os.getpid()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._thread = threading.Thread(target=self._run, name="asyncdist communication", daemon=True)
@@ -69,8 +71,18 @@ class CommunicationThread:
         return self._thread.is_alive() and self._pid == os.getpid()
 
     def is_current(self) -> bool:
-        """Whether the caller is this thread."""
-        return threading.get_ident() == self._thread.ident
+        """Whether the caller runs the loop: what it needs done there, it does."""
+        return self.helm.is_mine()
+
+    def take(self) -> bool:
+        """Take the helm, as `Helm.take`; what was submitted or called before has had a turn of the loop then."""
+        if not self.helm.take():
+            return False
+        if self._submitted or self._turn_due:
+            self._turn_due = False
+            self._work_off()
+            self.helm.turn()
+        return True
 
     def submit(self, function: Callable[..., object], *arguments: Any) -> None:
         """Call `function(*arguments)`, which must not raise, on the thread, after all that was submitted before.
@@ -94,9 +106,34 @@ class CommunicationThread:
         """As `submit`, and wait for the result; what `function` raises is raised here."""
         if self.is_current():
             return function(*arguments)
+        if self.take():
+            try:
+                result = function(*arguments)
+                done = getattr(result, "_done", None)
+                if done is None:  # it was no operation: to withdraw one, perhaps
+                    self.owe_turn()
+                elif not done:
+                    self.helm.owe()
+                return result
+            finally:
+                self.helm.give()
         reply: Reply[T] = Reply(self)
         self.submit(reply.run, function, arguments)
         return reply.wait()
+
+    def owe_turn(self) -> None:
+        """With the helm: the loop has called others back, who are to be called before it does anything else."""
+        self._turn_due = True
+        self.helm.owe()
+
+    def ask(self, function: Callable[..., T], *arguments: Any) -> T:
+        """As `call`, for a function that begins nothing and changes nothing."""
+        if self.is_current() or not self.take():
+            return self.call(function, *arguments)
+        try:
+            return function(*arguments)
+        finally:
+            self.helm.give()
 
     def start_task(
         self, coroutine: Coroutine[Any, Any, T], context: Context, done: Callable[[asyncio.Task[T]], object]
@@ -126,10 +163,7 @@ class CommunicationThread:
             try:
                 function(*arguments)
             except BaseException as error:
-                self._report(error)
-
-    def _report(self, error: BaseException) -> None:
-        self.loop.call_exception_handler({"message": "in the communication thread", "exception": error})
+                self.helm.report(error)
 
     # Start and end
 
@@ -153,20 +187,19 @@ class CommunicationThread:
             sys.setswitchinterval(self._previous_s)
 
     def _stop(self) -> None:
-        if not self._stopping:  # else what ends there now would be stopped
-            self._stopping = True
+        if not self.helm.stopping:  # else what ends there now would be stopped
+            self.helm.stopping = True
             self.loop.stop()
 
     def _run(self) -> None:
         try:
-            while not self._stopping:
-                try:
-                    self.loop.run_forever()
-                except (SystemExit, KeyboardInterrupt) as error:  # which a function of the user's raises
-                    self._report(error)
+            self.helm.keep()
         finally:
-            self._stopping = True
-            self.loop.run_until_complete(self._end())
+            self.helm.stopping = True
+            ending = self.loop.create_task(self._end())
+            ending.add_done_callback(lambda _ending: self.loop.stop())
+            while not ending.done():  # somebody may have stopped the loop to ask for the helm
+                self.helm.run()
             self.loop.close()
 
     async def _end(self) -> None:
@@ -180,41 +213,65 @@ class CommunicationThread:
 
 
 class Reply(Generic[T]):
-    """A result or an exception to come, for one thread. Two context switches, and nothing else, on top."""
+    """A result or an exception to come, for one thread, which makes the progress itself if it can."""
 
-    __slots__ = ("_error", "_lock", "_result", "_thread")
+    __slots__ = ("_error", "_lock", "_result", "_thread", "answered")
 
     def __init__(self, thread: CommunicationThread) -> None:
         self._thread = thread
+        self.answered = False
         self._lock = _thread.allocate_lock()
         self._lock.acquire()
         self._result: Any = None
         self._error: BaseException | None = None
 
     def run(self, function: Callable[..., T], arguments: tuple[Any, ...] = ()) -> None:
-        """Answer with what `function(*arguments)` returns or raises; called by the communication thread."""
+        """Answer with what `function(*arguments)` returns or raises; called with the helm."""
         try:
-            self._result = function(*arguments)
+            result = function(*arguments)
         except BaseException as error:
-            self._error = error
-        self._lock.release()
+            self.set(None, error)
+        else:
+            self.set(result)
 
     def set(self, result: T | None = None, error: BaseException | None = None) -> None:
-        """Answer; called by the communication thread, at most once."""
+        """Answer; called with the helm, at most once."""
         self._result = result
         self._error = error
-        self._lock.release()
+        self.answered = True
+        self.rouse()
+        self._thread.helm.answered(self)
 
-    def wait(self, timeout_s: float | None = None) -> T:
+    def rouse(self) -> None:
+        """See `Awaited`."""
+        with contextlib.suppress(RuntimeError):  # it has been roused already
+            self._lock.release()
+
+    def wait(self, timeout_s: float | None = None, begin: Callable[[], Work[Any] | None] | None = None) -> T:
         """Wait for the answer; raises what the answer is. None if it does not come in time. Ctrl-C interrupts.
 
-        Raises ClosedError when no answer can come.
+        `begin()` is called before, with the helm. It must not raise, and may return a Work whose end is the answer:
+        that one's spinner looks for it. Raises ClosedError when no answer can come.
         """
-        end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        while not self._lock.acquire(timeout=min(LIVENESS_S, max(0.0, end_s - time.monotonic()))):
-            if time.monotonic() >= end_s:
-                return None  # type: ignore[return-value]
-            self._thread.check()
+        thread, end_s = self._thread, math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while begin is not None or not self.answered:
+            if thread.take():
+                try:
+                    work = None if begin is None else begin()
+                    begin = None
+                    if not self.answered:
+                        self._steer(work, end_s)
+                finally:
+                    thread.helm.give()
+            else:
+                if begin is not None:
+                    thread.submit(begin)
+                    begin = None
+                thread.helm.wait_for(self, lambda: self._lock.acquire(timeout=min(LIVENESS_S, _until(end_s))))
+            if not self.answered:
+                if time.monotonic() >= end_s:
+                    return None  # type: ignore[return-value]
+                thread.check()
         if self._error is not None:
             if isinstance(self._error, DistError):
                 self._error.__traceback__ = None  # raised on purpose: nobody asks where in the other thread
@@ -224,6 +281,21 @@ class Reply(Generic[T]):
             finally:
                 self._error = None  # it refers to this frame, and so to us
         return self._result  # type: ignore[no-any-return]
+
+    def _steer(self, work: Work[Any] | None, end_s: float) -> None:
+        helm = self._thread.helm
+        spinner = None if work is None else work._spinner
+        if work is None or spinner is None:
+            helm.steer(self, _until(end_s))
+        elif not spinner.look(work):
+            helm.steer(self, _until(end_s))
+            spinner.woken()
+        elif spinner.turn_due():
+            helm.turn()
+
+
+def _until(end_s: float) -> float:
+    return max(0.0, end_s - time.monotonic())
 
 
 _lock = threading.Lock()

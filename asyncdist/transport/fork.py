@@ -15,7 +15,7 @@ import socket
 import threading
 from collections.abc import Callable
 
-from asyncdist.concurrency.loop import close_in_forked_child, forget_closed, prepare_fork
+from asyncdist.concurrency.loop import close_in_forked_child, forget_closed, place_of, prepare_fork
 
 __all__ = ["SocketSet"]
 
@@ -28,7 +28,7 @@ class SocketSet:
 
     def __init__(self, on_fork: Callable[[], None], loop: asyncio.AbstractEventLoop | None = None) -> None:
         self._loop = loop
-        self._thread = threading.get_ident()
+        self._place = place_of(loop)
         self._sockets: set[socket.socket] = set()
         self._descriptors: set[int] = set()
         self._on_fork = on_fork
@@ -74,5 +74,5 @@ class SocketSet:
         self._sockets.clear()
         self._descriptors.clear()
         self._on_fork()
-        if self._loop is not None and self._thread == threading.get_ident():
+        if self._loop is not None and self._place.thread == threading.get_ident():
             forget_closed(self._loop, closed)  # last, as readers go with it: theirs would act on the parent's memory

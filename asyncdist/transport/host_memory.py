@@ -67,7 +67,7 @@ class HostMemory:
         *,
         single_copy: str = "off",
     ) -> None:
-        self._loop = loop
+        self.loop = loop
         self._doorbell: Doorbell | None = None
         self._left_bytes = limit_bytes
         self._ring_bytes = limit_bytes // 2
@@ -93,7 +93,7 @@ class HostMemory:
     def doorbell(self) -> Doorbell:
         """The doorbell, made at the first use. Raises OSError without descriptors or memory."""
         if self._doorbell is None:
-            self._doorbell = Doorbell(self._loop, self.fds, self._unheard)
+            self._doorbell = Doorbell(self.loop, self.fds, self._unheard)
         return self._doorbell
 
     def joined(self, rank: int, connection: Sharing, *, crowded: bool) -> None:

@@ -20,6 +20,7 @@ from threading import get_ident
 from time import perf_counter
 from typing import Final
 
+from asyncdist.concurrency.loop import place_of
 from asyncdist.concurrency.spin import CATCH, TURN_S, Pending, Persistence
 from asyncdist.transport.host_memory import HostMemory
 from asyncdist.transport.protocol.hello import Identity
@@ -71,7 +72,7 @@ class Spinner(Persistence):
         affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
         # Bound to one core, as benchmarks do, a rank is not told where the others are: take it that they are elsewhere.
         self._cores = affinity if affinity > 1 else os.cpu_count() or 1
-        self._thread = get_ident()
+        self._place = place_of(memory.loop)
         self._catch = False
         self._least_s = math.inf  # of waits that ended asleep
         # How long a wait or a look may have taken for the next look to take as long:
@@ -85,7 +86,7 @@ class Spinner(Persistence):
     def look(self, work: Pending) -> bool:
         """Look until `work` is done, for a while; whether it is. If not, `woken` is to be called when it is."""
         self._began_s = 0.0
-        if not self._worth_it() or get_ident() != self._thread:  # elsewhere asyncio refuses to wait
+        if not self._worth_it() or get_ident() != self._place.thread:  # elsewhere asyncio refuses to wait
             return False
         if self._skip and self._skips():
             return False

@@ -16,7 +16,7 @@ import msgpack
 
 from asyncdist.collectives.executor.buffers import ScratchPool
 from asyncdist.concurrency import trace as events
-from asyncdist.concurrency.loop import close_in_forked_child
+from asyncdist.concurrency.loop import close_in_forked_child, place_of
 from asyncdist.errors import CollectiveMismatchError, DistError, PeerLostError, RemoteProtocolError
 from asyncdist.plan.selection.tuning import DEFAULT_TUNING
 from asyncdist.transport.base_mesh import BaseMesh
@@ -178,7 +178,7 @@ class World:
         self._decider = 0
         self._launcher: asyncio.BaseTransport | None = None
         self._store_in_doubt = False
-        self._thread = threading.get_ident()
+        self._place = place_of(loop)
         close_in_forked_child(self)
 
     @property
@@ -267,7 +267,7 @@ class World:
 
     def check_thread(self, where: str) -> None:
         """Raise RuntimeError unless this is the thread of the world's event loop."""
-        if threading.get_ident() != self._thread:
+        if threading.get_ident() != self._place.thread:
             raise RuntimeError(f"{where}: called from another thread than the group was made in")
 
     def close_after_fork(self) -> None:

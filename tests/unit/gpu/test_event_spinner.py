@@ -17,6 +17,7 @@ class Gpu:
     """A `Completions` whose `work` ends with look number `ends`; 0 is never."""
 
     def __init__(self) -> None:
+        self.loop = None
         self.work: Any = SimpleNamespace(_done=False)
         self.looks = 0
         self.ends = 0

@@ -48,7 +48,7 @@ class World:
         doorbell = SimpleNamespace(
             poll=self.poll, poll_for=lambda _work: self.poll(), stay_awake=self.stay_awake, awake=False
         )
-        self.memory: Any = SimpleNamespace(ranks_here=ranks_here, crowded=False, doorbell=doorbell)
+        self.memory: Any = SimpleNamespace(loop=None, ranks_here=ranks_here, crowded=False, doorbell=doorbell)
         self.neighbors = Neighbors()
         self.spinner = Spinner(self.memory, self.neighbors, LIMIT_US)
 

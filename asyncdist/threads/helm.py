@@ -1,0 +1,333 @@
+"""The helm: which thread runs the event loop of the communication thread.
+
+Whoever holds one lock does. A thread that waits for an operation takes the helm, as a rank of MPI does that makes the
+progress itself: it need not wake another, nor be woken. It issues and looks for the end first, without running the loop
+(the loop is *lent*), and runs the loop if the end does not come soon. Nothing is handed on at the end: who waits
+next takes the helm where it lies.
+
+The communication thread is the keeper. It runs the loop while nobody waits. When there is nothing to do, it watches the
+loop's descriptor without holding the helm, so that a call need not ask for it. It leaves the helm alone for `GRACE_S`
+after others had it, as they come back soon as a rule.
+
+In the main thread signal handlers are put off meanwhile, as what they raise, KeyboardInterrupt perhaps, would leave the
+world half changed. A signal ends the steering, and then its handler is called.
+"""
+
+from __future__ import annotations
+
+import _signal  # type: ignore[import-not-found] # which is `signal` without its enumerations
+import _thread
+import asyncio
+import contextlib
+import os
+import select
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable
+from threading import get_ident
+from typing import Any, Final, Protocol
+
+from asyncdist.concurrency.loop import Place, due_ms, lendable, watched
+
+__all__ = ["Awaited", "Helm"]
+
+GRACE_S: Final = 1e-3
+"""How long the keeper leaves the helm alone after others had it. News for nobody who waits is late by as much."""
+LINGER_S: Final = 1e-3
+"""How long the keeper runs the loop at least once there is something to do: watching costs some system calls more."""
+MOST_LINGER_S: Final = 20e-3
+"""The same, while there is always more to do."""
+ASK_S: Final = 2e-3
+"""How long one who needs the helm waits for the keeper to give it, at most: twice as long as the keeper's functions
+take as a rule."""
+HELD: Final = tuple(
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+    if hasattr(signal, name)
+)
+"""Signals whose handlers in Python are put off. All others' are called as they come: they must not raise."""
+
+
+class Awaited(Protocol):
+    """What a thread steers for."""
+
+    answered: bool
+
+    def rouse(self) -> None:
+        """Have the thread that waits look whether it is answered, or whether it can take the helm."""
+
+
+class Helm:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self.loop: Any = lendable(self._called)
+        self.stopping = False
+        """Whether the keeper ends the loop, and nobody else runs it any more."""
+        self._place: Place = self.loop.place
+        self._lock = _thread.allocate_lock()
+        self._pid, self._main = os.getpid(), threading.main_thread().ident
+        self._before: asyncio.AbstractEventLoop | None = None
+        """The loop that runs in the thread that has the helm, below ours."""
+        self._for: Awaited | None = None
+        self._held = HeldSignals(self.loop)
+        self._waiting: deque[Awaited] = deque()
+        self._steered = 0
+        """How often others than the keeper have had the helm."""
+        self._called_since = False
+        """Whether other threads have called the loop, which may not have run since."""
+        # Of the keeper.
+        self._alarm = _thread.allocate_lock()
+        self._alarm.acquire()
+        self._keeper = self._seen = 0
+        self._linger_s = LINGER_S
+        self._watching = self._sleeping = self._asked = self._urgent = False
+
+    def is_mine(self) -> bool:
+        """Whether the caller has the helm."""
+        return get_ident() == self._place.thread
+
+    # For those who wait.
+
+    def take(self) -> bool:
+        """Take the helm, if nobody else has it, or the keeper gives it soon. If True, `give` follows in any case."""
+        thread = get_ident()
+        main = thread == self._main
+        if main:
+            self._held.hold()
+        if self._pid == os.getpid() and not self.stopping and (self._lock.acquire(False) or self._ask()):
+            self._steered += 1
+            self._place.thread = thread
+            self._before = asyncio._get_running_loop()
+            asyncio._set_running_loop(self.loop)
+            self.loop.lent = True
+            return True
+        if main:
+            self._held.release()
+        return False
+
+    def _ask(self) -> bool:
+        if self._place.thread != self._keeper:
+            return False  # who steers answers those who wait
+        self._asked = True
+        self.loop.wake(self.loop.stop)
+        return self._lock.acquire(timeout=ASK_S)
+
+    def give(self) -> None:
+        """Leave the helm to the next. Raises what the handlers of signals raise that came meanwhile."""
+        main = self._held.holds and get_ident() == self._main
+        self.loop.lent = False
+        asyncio._set_running_loop(self._before)
+        self._before = None
+        self._place.thread = 0
+        self._lock.release()
+        if self._waiting:
+            self._rouse()
+        if self._called_since:
+            self.call_keeper()
+        elif self._watching or self._sleeping:
+            self._alert()
+        if main:
+            self._held.release()
+
+    def owe(self) -> None:
+        """With the helm: what was begun goes on at once after `give`, though nobody waits for it."""
+        self._called_since = True
+
+    def steer(self, awaited: Awaited, timeout_s: float) -> None:
+        """With the helm: run the loop until `awaited` is answered, a signal comes or `timeout_s` is over."""
+        loop = self.loop
+        timer = loop.call_later(timeout_s, loop.stop) if timeout_s < threading.TIMEOUT_MAX else None
+        self._for = awaited
+        loop.lent = False
+        asyncio._set_running_loop(None)
+        try:
+            if not (awaited.answered or self._held.came or self.stopping):
+                self.run()
+        finally:
+            asyncio._set_running_loop(loop)
+            loop.lent = True
+            self._for = None
+            if timer is not None:
+                timer.cancel()
+
+    def turn(self) -> None:
+        """With the helm: run what is due, but wait for nothing."""
+        self.loop.lent = False
+        asyncio._set_running_loop(None)
+        try:
+            self.loop.call_soon(self.loop.stop)
+            self.run()
+        finally:
+            asyncio._set_running_loop(self.loop)
+            self.loop.lent = True
+
+    def answered(self, awaited: Awaited) -> None:
+        """`awaited` is answered now, by who has the helm."""
+        if awaited is self._for:
+            self.loop.stop()
+
+    def wait_for(self, awaited: Awaited, wait: Callable[[], object]) -> None:
+        """Without the helm: `wait`, until `awaited` is roused. That happens once nobody steers any more, too."""
+        self._waiting.append(awaited)
+        try:
+            if self._lock.locked():
+                wait()
+        finally:
+            with contextlib.suppress(ValueError):
+                self._waiting.remove(awaited)
+
+    def _rouse(self) -> None:
+        for awaited in tuple(self._waiting):
+            if not awaited.answered:
+                awaited.rouse()
+                return
+
+    def run(self) -> None:
+        """With the helm: run the loop until it is stopped."""
+        self._called_since = False
+        try:
+            self.loop.run_forever()
+        except (SystemExit, KeyboardInterrupt) as error:  # which a function of the user's raises
+            self.report(error)
+
+    def report(self, error: BaseException) -> None:
+        """A function that must not raise has raised."""
+        self.loop.call_exception_handler({"message": "in the communication thread", "exception": error})
+
+    # For the keeper.
+
+    def _called(self) -> None:
+        """Another thread has called the loop: who has the helm, or else the keeper, makes it run soon."""
+        self._called_since = True
+        if not self._lock.locked():
+            self.call_keeper()
+
+    def call_keeper(self) -> None:
+        """Have the keeper take the helm at once, if nobody else has."""
+        self._urgent = True
+        self._alert()
+
+    def _alert(self) -> None:
+        with contextlib.suppress(RuntimeError):  # it has been released already
+            self._alarm.release()
+        if self._watching:
+            with contextlib.suppress(RuntimeError):  # it is closed
+                self.loop.wake(_nothing)
+
+    def keep(self) -> None:
+        """Run the loop whenever nobody else does, until `stopping`; returns with the helm."""
+        self._keeper = get_ident()
+        descriptor, poll = watched(self.loop), select.poll()
+        if descriptor >= 0:
+            poll.register(descriptor, select.POLLIN)
+        while not self.stopping:
+            if self._may_take():
+                timeout_ms = self._run_on(descriptor)
+                if timeout_ms is not None:
+                    self._watch(poll, timeout_ms)
+        if not self.is_mine():
+            self._lock.acquire()
+            self._place.thread = self._keeper
+
+    def _may_take(self) -> bool:
+        """Take the helm, unless others have it, or had it lately and may come back."""
+        if self._steered != self._seen and not self._urgent:
+            self._seen = self._steered
+            self._alarm.acquire(timeout=GRACE_S)
+            return False
+        if not self._lock.acquire(False):
+            self._sleeping = True
+            if not self._lock.acquire(False):
+                self._alarm.acquire()
+                self._sleeping = False
+                return False
+            self._sleeping = False
+        self._place.thread = self._keeper
+        self._seen = self._steered
+        self._urgent = self._asked = False
+        return True
+
+    def _run_on(self, descriptor: int) -> int | None:
+        """Run the loop for a while. Returns after how long it has to run again, if nothing comes; -1 for never.
+
+        Returns None if others wait for the helm, or if it is kept for the end.
+        """
+        timer = None if descriptor < 0 else self.loop.call_later(self._linger_s, self.loop.stop)
+        self.run()
+        if timer is not None:
+            timer.cancel()
+        if self.stopping:
+            return None
+        timeout_ms = due_ms(self.loop) if descriptor >= 0 else 0
+        self._watching = timeout_ms != 0 and not self._asked
+        self._place.thread = 0
+        self._lock.release()
+        if not (self._asked or self._waiting):
+            return timeout_ms
+        self._watching = self._asked = False
+        self._rouse()
+        self._alarm.acquire(timeout=GRACE_S)
+        return None
+
+    def _watch(self, poll: select.poll, timeout_ms: int) -> None:
+        """Without the helm: sleep until there is something to do."""
+        if self._watching:
+            found = not self._alarm.acquire(False) and poll.poll(timeout_ms)
+            self._watching = False
+            self._alarm.acquire(False)
+            self._linger_s = min(2 * self._linger_s, MOST_LINGER_S) if found else LINGER_S
+
+
+def _nothing() -> None:
+    return
+
+
+class HeldSignals:
+    """Handlers of signals, put off. Of the main thread."""
+
+    def __init__(self, loop: Any) -> None:
+        self.came: deque[tuple[int, Any]] = deque()
+        self.holds = False
+        self._loop = loop
+        self._handlers: list[tuple[int, Any]] = []
+
+    def hold(self) -> None:
+        """Call no handler until `release`. Raises what a handler raises now."""
+        handlers = self._handlers
+        try:
+            for number in HELD:
+                handler = _signal.getsignal(number)
+                if callable(handler) and handler != self._come:
+                    handlers.append((number, handler))
+                    _signal.signal(number, self._come)
+        except BaseException:
+            self._put_back()
+            raise
+        self.holds = True
+
+    def _come(self, number: int, frame: Any) -> None:
+        self.came.append((number, frame))
+        with contextlib.suppress(RuntimeError):  # it is closed
+            self._loop.wake(self._loop.stop)
+
+    def _put_back(self) -> dict[int, Any]:
+        self.holds = False
+        handlers, self._handlers = self._handlers, []
+        for number, handler in reversed(handlers):  # Ctrl-C's last: it may come at once
+            if _signal.getsignal(number) == self._come:
+                _signal.signal(number, handler)
+        return dict(handlers)
+
+    def release(self) -> None:
+        """Call handlers as signals come, and now those of the signals that came; raises what they raise."""
+        self._call(self._put_back())
+
+    def _call(self, handlers: dict[int, Any]) -> None:
+        if self.came:
+            number, frame = self.came.popleft()
+            try:
+                handlers[number](number, frame)
+            finally:
+                self._call(handlers)
