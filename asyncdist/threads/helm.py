@@ -32,7 +32,7 @@ from asyncdist.concurrency.loop import Place, due_ms, lendable, watched
 
 __all__ = ["Awaited", "Helm"]
 
-GRACE_S: Final = 1e-3
+GRACE_S: Final = 2e-3
 """How long the keeper leaves the helm alone after others had it. News for nobody who waits is late by as much."""
 LINGER_S: Final = 1e-3
 """How long the keeper runs the loop at least once there is something to do: watching costs some system calls more."""
@@ -291,17 +291,18 @@ class HeldSignals:
         self.came: deque[tuple[int, Any]] = deque()
         self.holds = False
         self._loop = loop
+        self._own = self._come
         self._handlers: list[tuple[int, Any]] = []
 
     def hold(self) -> None:
         """Call no handler until `release`. Raises what a handler raises now."""
-        handlers = self._handlers
+        own = self._own
         try:
             for number in HELD:
                 handler = _signal.getsignal(number)
-                if callable(handler) and handler != self._come:
-                    handlers.append((number, handler))
-                    _signal.signal(number, self._come)
+                if callable(handler) and handler is not own:
+                    self._handlers.append((number, handler))
+                    _signal.signal(number, own)
         except BaseException:
             self._put_back()
             raise
@@ -312,17 +313,19 @@ class HeldSignals:
         with contextlib.suppress(RuntimeError):  # it is closed
             self._loop.wake(self._loop.stop)
 
-    def _put_back(self) -> dict[int, Any]:
+    def _put_back(self) -> list[tuple[int, Any]]:
         self.holds = False
         handlers, self._handlers = self._handlers, []
         for number, handler in reversed(handlers):  # Ctrl-C's last: it may come at once
-            if _signal.getsignal(number) == self._come:
+            if _signal.getsignal(number) is self._own:
                 _signal.signal(number, handler)
-        return dict(handlers)
+        return handlers
 
     def release(self) -> None:
         """Call handlers as signals come, and now those of the signals that came; raises what they raise."""
-        self._call(self._put_back())
+        handlers = self._put_back()
+        if self.came:
+            self._call(dict(handlers))
 
     def _call(self, handlers: dict[int, Any]) -> None:
         if self.came:

@@ -1,0 +1,171 @@
+"""The helm: who waits runs the loop, the communication thread does while nobody waits, and signals come in between."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Iterator
+from contextvars import Context
+from threading import get_ident
+from typing import Any
+
+import pytest
+from socket_world import LIMIT_S
+from thread_worlds import nothing_left, wait_without_loop
+
+from asyncdist.concurrency import loop as loops
+from asyncdist.threads import helm as module
+from asyncdist.threads.bridge import complete
+from asyncdist.threads.thread import CommunicationThread, Reply, acquire, release
+
+
+@pytest.fixture(params=["uvloop", "asyncio", "unwatched"])
+def thread(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[CommunicationThread]:
+    """The thread on each kind of loop, and on one of which nobody can say when it has something to do."""
+    if request.param == "asyncio":
+        monkeypatch.setattr(loops, "loop_factory", lambda: asyncio.new_event_loop)
+    if request.param == "unwatched":
+        monkeypatch.setattr(module, "watched", lambda _loop: -1)
+    loops._lendable_class.cache_clear()
+    with nothing_left():
+        thread = acquire()
+        yield thread
+        release(thread)
+    loops._lendable_class.cache_clear()
+
+
+async def who_runs(seconds: float = 0.01) -> int:
+    await asyncio.sleep(seconds)
+    return get_ident()
+
+
+def test_who_waits_runs_the_loop(thread: CommunicationThread) -> None:
+    complete(thread, who_runs, Context())  # the thread has begun, and leaves the helm to us from now on
+    for _ in range(3):
+        assert complete(thread, who_runs, Context()) == get_ident()
+        assert thread.call(get_ident) == get_ident()
+    assert not thread.is_current()
+    assert not thread.loop.is_running()
+
+
+def test_what_nobody_waits_for_goes_on(thread: CommunicationThread) -> None:
+    ran: list[int] = []
+    thread.call(lambda: thread.start_task(who_runs(0.03), Context(), lambda task: ran.append(task.result())))
+    wait_without_loop(lambda: bool(ran))
+    assert ran == [thread._thread.ident]
+
+
+def test_what_is_called_without_a_turn_of_the_loop_has_one_soon(thread: CommunicationThread) -> None:
+    complete(thread, who_runs, Context())
+    called = threading.Event()
+    thread.ask(thread.loop.call_soon, called.set)
+    assert called.wait(LIMIT_S)
+    called.clear()
+    thread.loop.call_soon_threadsafe(called.set)
+    assert called.wait(LIMIT_S)
+
+
+def test_the_next_who_waits_goes_on_where_one_ends(thread: CommunicationThread) -> None:
+    """Both need the loop; the second, which finds it taken, has to run it once the first has its answer."""
+    found: list[int] = []
+    complete(thread, who_runs, Context())
+    first = threading.Thread(target=lambda: found.append(complete(thread, lambda: who_runs(0.05), Context())))
+    first.start()
+    wait_without_loop(lambda: thread.helm._place.thread == first.ident)
+    assert complete(thread, lambda: who_runs(0.3), Context()) == get_ident()
+    first.join()
+    assert found == [first.ident]
+
+
+def test_many_threads_at_once(thread: CommunicationThread) -> None:
+    def waits(number: int) -> None:
+        for turn in range(20):
+            assert complete(thread, lambda: asyncio.sleep(0.0003 * (number % 3), (number, turn)), Context()) == (
+                number,
+                turn,
+            )
+            done.append(thread.call(int))
+
+    done: list[int] = []
+    threads = [threading.Thread(target=waits, args=(number,)) for number in range(8)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(LIMIT_S)
+    assert len(done) == 160
+
+
+def test_nobody_is_busy_when_there_is_nothing_to_do(
+    thread: CommunicationThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complete(thread, who_runs, Context())
+    reply: Reply[None] = Reply(thread)
+    waiting = threading.Thread(target=reply.wait)
+    waiting.start()
+    wait_without_loop(lambda: thread.helm._place.thread != 0 and (thread.helm._sleeping or thread.helm._watching))
+    tries: list[object] = []
+    take = thread.helm._may_take
+    monkeypatch.setattr(thread.helm, "_may_take", lambda: (tries.append(None), take())[1])
+    threading.Event().wait(0.1)
+    assert len(tries) <= 3  # hundred times the grace
+    thread.call(reply.set)
+    waiting.join(LIMIT_S)
+
+
+def test_ctrl_c_comes_when_the_world_is_whole(thread: CommunicationThread) -> None:
+    whole: list[str] = []
+
+    def change() -> None:
+        whole.append("begun")
+        signal.raise_signal(signal.SIGINT)
+        whole.append("done")
+
+    async def changes() -> None:
+        await asyncio.sleep(0)
+        change()
+        await asyncio.Event().wait()
+
+    with pytest.raises(KeyboardInterrupt):
+        thread.call(change)
+    assert whole == ["begun", "done"]
+    with pytest.raises(KeyboardInterrupt):
+        complete(thread, changes, Context())
+    assert whole == ["begun", "done"] * 2
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert complete(thread, who_runs, Context())
+
+
+def test_a_signal_whose_handler_returns_ends_no_waiting(
+    thread: CommunicationThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    came: list[tuple[int, bool]] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _frame: came.append((number, thread.is_current())))
+    try:
+        main = threading.main_thread().ident
+        timer = threading.Timer(0.02, signal.pthread_kill, (main, signal.SIGUSR1))
+        timer.start()
+        complete(thread, lambda: who_runs(0.1), Context())
+        assert came == [(signal.SIGUSR1, False)]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_handler_that_is_changed_meanwhile_stays(thread: CommunicationThread) -> None:
+    def handler(*_: Any) -> None:
+        return
+
+    thread.call(signal.signal, signal.SIGINT, handler)
+    assert signal.signal(signal.SIGINT, signal.default_int_handler) is handler
+
+
+def test_what_exits_is_reported_and_the_waiting_goes_on(thread: CommunicationThread) -> None:
+    reported: list[Any] = []
+    thread.loop.set_exception_handler(lambda _loop, context: reported.append(context["exception"]))
+
+    async def exits() -> int:
+        asyncio.get_running_loop().call_soon(exit, 3)
+        return await who_runs()
+
+    assert complete(thread, exits, Context())
+    assert [type(error) for error in reported] == [SystemExit]
