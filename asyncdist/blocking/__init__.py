@@ -8,11 +8,11 @@
     work.wait()                                # x holds the sum
     dist.destroy_process_group()
 
-One communication thread per process carries the operations, so they proceed while the caller computes. Collectives wait
-and return None, or with `async_op=True` return a `Work`; `send` and `recv` wait, `isend` and `irecv` return a `Work`.
-Any thread may call; calls are issued in the order in which they are made, so threads that issue collectives at the same
-time use different tags or groups, as tasks do. Errors are raised in the calling thread. Inside a running event loop
-everything that waits raises RuntimeError: use `asyncdist` itself there.
+A thread that waits makes the progress, and while none waits one communication thread does, so that operations proceed
+while the caller computes. Collectives wait and return None, or with `async_op=True` return a `Work`; `send` and `recv`
+wait, `isend` and `irecv` return a `Work`. Any thread may call; calls are issued in the order in which they are made, so
+threads that issue collectives at the same time use different tags or groups, as tasks do. Errors are raised in the
+calling thread. Inside a running event loop everything that waits raises RuntimeError: use `asyncdist` itself there.
 
 Ctrl-C ends any waiting at once: a send or receive is withdrawn, unless it has matched; another operation goes on, and
 `destroy_process_group` aborts the group rather than wait for it.

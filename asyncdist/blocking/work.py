@@ -156,10 +156,11 @@ class Work(Generic[T]):
         return self._inner._error
 
     def add_done_callback(self, callback: Callable[[Work[T]], object]) -> None:
-        """Call `callback(work)` once the operation has ended, in the communication thread; here, if it already has.
+        """Call `callback(work)` once the operation has ended, in the thread that makes the progress; here, if it has.
 
-        In that thread nothing may be waited for, or all operations stand still: what would wait raises RuntimeError.
-        Hand over what takes long, for example to a `queue.Queue`. What the callback raises there is logged.
+        That is the communication thread or one that waits for something. In the callback nothing may be waited for, or
+        all operations stand still: what would wait raises RuntimeError. Hand over what takes long, for example to a
+        `queue.Queue`. What the callback raises there is logged.
         """
         with self._mutex:
             if not self._done:

@@ -58,10 +58,12 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
 class Place:
     """Where a loop runs: the thread that runs it, or may act as if it ran; 0 while none does."""
 
-    __slots__ = ("thread",)
+    __slots__ = ("errands", "thread")
 
     def __init__(self, thread: int) -> None:
         self.thread = thread
+        self.errands: list[Callable[[], object]] = []
+        """Of a lendable loop: what the thread that runs it for all others does before it runs it again."""
 
 
 def place_of(loop: asyncio.AbstractEventLoop | None) -> Place:

@@ -10,6 +10,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from asyncdist.cuda.interface import Resource, Runtime, Stream
@@ -27,13 +28,15 @@ CLOSED_LOOK_S: Final = 0.1
 
 
 def stay_on(runtime: Runtime, device: int) -> None:
-    """Make `device` the current device of this thread for good, if the thread is ours.
+    """Make `device` the current device of this thread for good, if the thread is ours; else of ours that runs the loop.
 
     Every call of ours restores the current device, which costs least where nothing changes. And CUDA opens a context on
     the device that is restored: hundreds of MiB of a GPU that other ranks use.
     """
     if threading.current_thread().name.startswith(OUR_THREADS):
         runtime.set_device(device)
+    elif (place := getattr(asyncio._get_running_loop(), "place", None)) is not None:
+        place.errands = [partial(runtime.set_device, device)]
 
 
 def settle(future: asyncio.Future[T], result: T, error: BaseException | None) -> None:

@@ -98,7 +98,7 @@ class GroupCore:
         self._strays = StrayMessages(world.mesh, group_id, self._works, self._sequences, self.differs)
         self.watches = watches(world.loop, world.options)
         """Whether to warn of Works that nobody asks about."""
-        if self.watches:
+        if self.watches and not hasattr(world.loop, "place"):  # else the Works that users get are watched
             watch_issued(self, self.pairs)
         self._rejected = RejectedCalls(
             world, group_id, ranks, self._backends.drop, self._works, self._sequences, self._fail_refused, self._abort

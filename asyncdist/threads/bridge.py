@@ -80,8 +80,8 @@ class Call:
         self.reply = reply
         self.work: Work[Any] | None = None
         """The operation that the function has issued."""
-        self.task: asyncio.Task[Any] | None = None
-        """The coroutine that the function has begun, until its end."""
+        self.task: asyncio.Future[Any] | None = None
+        """The future that the function has returned, or the coroutine that it has begun, until the end."""
         self._thread = thread
         self._context = context
         self._function = function
@@ -103,12 +103,26 @@ class Call:
             else:
                 result._listener = self
                 return result
+        elif asyncio.isfuture(result):
+            self._follow(result)
         elif inspect.isawaitable(result) and not isinstance(result, ProcessGroup):
             coroutine = result if asyncio.iscoroutine(result) else _await(result)
             self.task = self._thread.start_task(coroutine, self._context, self._task_ended)
         else:
             self.reply.set(result if self._adopt is None else self._adopt(result))
         return None
+
+    def _follow(self, future: asyncio.Future[Any]) -> None:
+        """Answer at the end of `future`. Requests of stores are futures that look for their reply when awaited."""
+        awaited = future.__await__()
+        with contextlib.suppress(BaseException):  # it is done then, and says so below
+            next(awaited)
+        awaited.close()
+        if future.done():
+            self._task_ended(future)
+        else:
+            self.task = future
+            future.add_done_callback(self._task_ended, context=self._context)
 
     def work_ended(self) -> None:
         """See `asyncdist.work.Listener`."""
@@ -117,7 +131,7 @@ class Call:
         work._retrieved = True
         self.reply.set(work._result, work._error)
 
-    def _task_ended(self, task: asyncio.Task[Any]) -> None:
+    def _task_ended(self, task: asyncio.Future[Any]) -> None:
         # What the coroutine raised is asked for and not raised here: its traceback would hold this frame, this frame
         # holds the task, and the task holds what the coroutine raised.
         self.task = None

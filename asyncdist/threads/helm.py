@@ -187,14 +187,14 @@ class Helm:
     def run(self) -> None:
         """With the helm: run the loop until it is stopped."""
         self._called_since = False
-        try:
-            self.loop.run_forever()
-        except (SystemExit, KeyboardInterrupt) as error:  # which a function of the user's raises
-            self.report(error)
+        self.do(self.loop.run_forever)  # which raises SystemExit and KeyboardInterrupt of a function of the user's
 
-    def report(self, error: BaseException) -> None:
-        """A function that must not raise has raised."""
-        self.loop.call_exception_handler({"message": "in the communication thread", "exception": error})
+    def do(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Call a function, and report what it raises."""
+        try:
+            function(*arguments)
+        except BaseException as error:
+            self.loop.call_exception_handler({"message": "in the communication thread", "exception": error})
 
     # For the keeper.
 
@@ -245,6 +245,8 @@ class Helm:
                 return False
             self._sleeping = False
         self._place.thread = self._keeper
+        while self._place.errands:
+            self.do(self._place.errands.pop())
         self._seen = self._steered
         self._urgent = self._asked = False
         return True

@@ -160,10 +160,7 @@ class CommunicationThread:
         submitted = self._submitted
         while submitted:
             function, arguments = submitted.popleft()
-            try:
-                function(*arguments)
-            except BaseException as error:
-                self.helm.report(error)
+            self.helm.do(function, *arguments)
 
     # Start and end
 

@@ -469,7 +469,9 @@ def test_leaving_that_was_interrupted_ends_by_itself(alone: dist.ProcessGroup, m
 def test_joining_interrupted_before_the_thread_begins_leaves_nothing_open() -> None:
     with dist.HashStore() as store:
         assert store._thread is not None
-        store._thread.submit(time.sleep, 0.2)
+        busy = threading.Event()
+        store._thread.submit(lambda: (busy.set(), time.sleep(0.2)))
+        assert busy.wait(LIMIT_S)
         timer = interrupt_soon()
         with pytest.raises(KeyboardInterrupt):
             dist.init_process_group(store=store, rank=0, world_size=1)

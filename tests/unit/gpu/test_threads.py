@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import queue
 import threading
 import weakref
 from collections.abc import Callable
@@ -157,7 +158,9 @@ def test_the_communication_thread_stays_on_the_gpu_of_its_arrays(way: str) -> No
         blocking.init_process_group(store=blocking.HashStore(), rank=0, world_size=1)
         try:
             there = acquire()
-            assert there.call(cuda.runtime.current_device) == 0
+            devices: queue.Queue[int] = queue.Queue()
+            there.submit(lambda: devices.put(cuda.runtime.current_device()))
+            assert devices.get() == 0
             x = cuda.runtime.array(np.ones(4, np.float32), 1)
             if way == "collective":
                 blocking.all_reduce(x)
@@ -165,7 +168,8 @@ def test_the_communication_thread_stays_on_the_gpu_of_its_arrays(way: str) -> No
                 work = blocking.isend(x, 0)
                 blocking.recv(x, 0)
                 work.wait()
-            assert there.call(cuda.runtime.current_device) == 1
+            there.submit(lambda: devices.put(cuda.runtime.current_device()))
+            assert devices.get() == 1
             assert cuda.runtime.current_device() == 0
             release(there)
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import signal
 import threading
 from collections.abc import Iterator
@@ -81,10 +82,8 @@ def test_the_next_who_waits_goes_on_where_one_ends(thread: CommunicationThread) 
 def test_many_threads_at_once(thread: CommunicationThread) -> None:
     def waits(number: int) -> None:
         for turn in range(20):
-            assert complete(thread, lambda: asyncio.sleep(0.0003 * (number % 3), (number, turn)), Context()) == (
-                number,
-                turn,
-            )
+            answer = functools.partial(asyncio.sleep, 0.0003 * (number % 3), (number, turn))
+            assert complete(thread, answer, Context()) == (number, turn)
             done.append(thread.call(int))
 
     done: list[int] = []
