@@ -131,6 +131,10 @@ class Helm:
         if main:
             self._held.release()
 
+    def forget(self) -> None:
+        """In a forked child: nobody has the helm, whoever had it in the parent."""
+        self._held.put_back()
+
     def owe(self) -> None:
         """With the helm: what was begun goes on at once after `give`, though nobody waits for it."""
         self._called_since = True
@@ -306,7 +310,7 @@ class HeldSignals:
                     self._handlers.append((number, handler))
                     _signal.signal(number, own)
         except BaseException:
-            self._put_back()
+            self.put_back()
             raise
         self.holds = True
 
@@ -315,7 +319,8 @@ class HeldSignals:
         with contextlib.suppress(RuntimeError):  # it is closed
             self._loop.wake(self._loop.stop)
 
-    def _put_back(self) -> list[tuple[int, Any]]:
+    def put_back(self) -> list[tuple[int, Any]]:
+        """Have handlers called as signals come; returns those that were put off."""
         self.holds = False
         handlers, self._handlers = self._handlers, []
         for number, handler in reversed(handlers):  # Ctrl-C's last: it may come at once
@@ -325,7 +330,7 @@ class HeldSignals:
 
     def release(self) -> None:
         """Call handlers as signals come, and now those of the signals that came; raises what they raise."""
-        handlers = self._put_back()
+        handlers = self.put_back()
         if self.came:
             self._call(dict(handlers))
 

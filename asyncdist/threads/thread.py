@@ -353,6 +353,7 @@ def _forget() -> None:
     global _current, _lock
     _lock = threading.Lock()
     if _current is not None:
+        _current.helm.forget()
         _forked.append(_current)  # kept for ever, as the destructor of an event loop closes it
         _current = None
 

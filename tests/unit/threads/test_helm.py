@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -156,6 +157,24 @@ def test_a_handler_that_is_changed_meanwhile_stays(thread: CommunicationThread) 
 
     thread.call(signal.signal, signal.SIGINT, handler)
     assert signal.signal(signal.SIGINT, signal.default_int_handler) is handler
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_that_another_thread_forks_has_its_signals(thread: CommunicationThread) -> None:
+    statuses: list[int] = []
+
+    def forks() -> None:
+        wait_without_loop(lambda: signal.getsignal(signal.SIGINT) is not signal.default_int_handler)
+        child = os.fork()
+        if child == 0:
+            os._exit(signal.getsignal(signal.SIGINT) is not signal.default_int_handler)
+        statuses.append(os.waitpid(child, 0)[1])
+
+    other = threading.Thread(target=forks)
+    other.start()
+    complete(thread, lambda: who_runs(0.2), Context())
+    other.join()
+    assert statuses == [0]
 
 
 def test_what_exits_is_reported_and_the_waiting_goes_on(thread: CommunicationThread) -> None:
