@@ -13,7 +13,7 @@ ONLY_ASYNCHRONOUS = {
     "run",  # there is no event loop to run
     "__version__",
     # what goes on between two calls: a blocking store has keys, counters and queues
-    *("Lease", "Lock", "MemberEvent", "Membership", "Watch", "WatchEvent"),
+    *("Lease", "Lock", "MemberEvent", "Membership", "Watch", "WatchEvent", "Worlds"),
 }
 FUNCTIONS = [name for name in blocking.__all__ if inspect.isfunction(getattr(blocking, name))]
 
