@@ -19,7 +19,8 @@ Where hosts differ, in size or as ranks are no runs of them, the rows of all_red
 length, and there are as many columns as the smallest host has ranks. So many ranks of each host get a part of the
 vector; the others add theirs to every part that passes them, and pass the results on.
 
-Chunks travel one behind another, through the phases as well. Operations must commute; each element is reduced along
+Chunks travel one behind another, through the phases as well: the column begins with the second chunk that is reduced
+in the row. Operations must commute; each element is reduced along
 one path, so results are bit-identical. Temporary memory: a window of chunks; reduce_scatter, which only reads INPUT,
 holds up to two columns of partial sums, 2m/q.
 
@@ -30,6 +31,7 @@ training in a flash", 2018 (arXiv); the rings are those of `ring`.
 from __future__ import annotations
 
 from functools import partial
+from itertools import chain, zip_longest
 from math import gcd, isqrt
 from typing import Final, NamedTuple
 
@@ -95,6 +97,7 @@ def all_reduce(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Pla
         builder.recv_reduce_all(grid.left, vector.part(column - step - 1, row), operands, incoming_left=True)
     part = (column + 1) % grid.length
     above, below = grid.at(row - 1, part - 1), grid.at(row + 1, part - 1)
+    operands = builder.window()
     for step in range(grid.height - 1):
         builder.send_all(below, vector.block(part, row - step))
         builder.recv_reduce_all(above, vector.block(part, row - step - 1), operands, incoming_left=True)
@@ -124,12 +127,17 @@ class _Parts(NamedTuple):
         return cut_blocks(self.starts, number, 1, self.chunk_length) if number + 1 < len(self.starts) else []
 
     def part(self, part: int, row: int) -> list[Slice]:
-        """Chunks of a part, the block of `row` first and then that before it, and so on."""
+        """Chunks of a part: those of the block of `row` and of that before it in turn, then those before, in order.
+
+        The column begins with these two: with the one it sends first, and with the one it receives into first.
+        """
         first = part % self.length * self.height
         if first + 1 >= len(self.starts):
             return []
         if self.starts[first + self.height] - self.starts[first] >= self.height * self.chunk_length:
-            return [piece for step in range(self.height) for piece in self.block(part, row - step)]
+            blocks = [self.block(part, row - step) for step in range(self.height)]
+            first_two = [piece for pair in zip_longest(*blocks[:2]) for piece in pair if piece is not None]
+            return [*first_two, *chain.from_iterable(blocks[2:])]
         return cut_blocks(self.starts, first, self.height, self.chunk_length)
 
 

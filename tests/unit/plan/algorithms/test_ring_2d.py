@@ -68,12 +68,14 @@ def test_reduce_scatter_holds_two_columns_of_partial_sums_at_most():
             assert plan.scratch_count == columns * 5 * 12 // width
 
 
-def test_columns_begin_before_rows_end():
-    """The first chunk reduced in a row goes down the column while others are still to come."""
+def test_columns_begin_with_the_first_chunks_of_rows():
+    """What is reduced in a row goes down the column, and what comes down is asked for, while the row goes on."""
     for rank, plan in enumerate(plans_of("all_reduce", "ring_2d", 6, 96, chunk_length=4, ranks_per_host=2)):
         in_row = [
             index for index, step in enumerate(plan.steps) if isinstance(step, RecvReduce) and step.peer == rank ^ 1
         ]
         down = [step for step in plan.steps if isinstance(step, Send) and step.peer == (rank + 2) % 6]
-        assert [step.after for step in down[:4]] == [(index,) for index in in_row[:4]]
+        coming = [step for step in plan.steps if isinstance(step, RecvReduce) and step.peer == (rank - 2) % 6]
+        assert [step.after for step in down[:4]] == [(index,) for index in in_row[:8:2]]
+        assert [step.after for step in coming[:4]] == [(index,) for index in in_row[1:8:2]]
         assert len(in_row) == 12
