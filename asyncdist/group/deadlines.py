@@ -46,6 +46,8 @@ LOOK_S: Final = 0.25
 be asked about at a moment of its own."""
 
 SILENT: Final = "no answer"
+STOPPED: Final = "no answer: its process is stopped, by SIGSTOP or a debugger"
+"""That of a rank which shares memory with this one."""
 NOT_HEARD_FROM: Final = "nothing came from there"
 """Why a member is missing that has not said why; what members say is in `world.ABSENCES`."""
 
@@ -189,5 +191,7 @@ class Deadlines:
         probe.timer.cancel()
         work: Any = self._works.get(key)
         if work is not None:
-            whys = dict.fromkeys(probe.silent, SILENT) | probe.absent
+            memory = self._world.mesh.memory
+            stopped = {rank: STOPPED for rank in probe.silent if memory is not None and memory.stopped(rank)}
+            whys = dict.fromkeys(probe.silent, SILENT) | stopped | probe.absent
             self._expired(work, {rank: whys[rank] for rank in sorted(whys)})

@@ -45,6 +45,10 @@ class Sharing(Protocol):
     zero_copy: ZeroCopy
     ringer: Ringer | None
 
+    @property
+    def peer_process(self) -> int:
+        """The process of the peer. Raises OSError."""
+
     def share(self, number: int, segment: Segment | AttachedSegment, *, lend: bool = False) -> None:
         """Have the peer map `segment` under `number`; with `lend` it may lend it on. Raises OSError, ClosedError."""
 
@@ -106,6 +110,19 @@ class HostMemory:
         """Rank `rank` shares no memory with us any more."""
         if self.connections.pop(rank, None) is not None:
             self.ranks_here = self.ranks_here - 1 if self.ranks_here > 2 else 0
+
+    def stopped(self, rank: int) -> bool:
+        """Whether the process of a rank that shares memory with us is stopped, by a signal or by a debugger."""
+        connection = self.connections.get(rank)
+        if connection is None:
+            return False
+        import psutil  # needed by few programs, and reads /proc as it is imported
+
+        try:
+            state: str = psutil.Process(connection.peer_process).status()
+        except (OSError, psutil.Error):  # it has just gone, or is not to be seen from here
+            return False
+        return state in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
     def new_ring(self) -> Segment:
         """Memory for our half of a pair, to be given back with `free_ring`. Raises OSError."""
