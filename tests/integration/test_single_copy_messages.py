@@ -223,3 +223,29 @@ def test_spawned_by_multiprocessing() -> None:
     for process in processes:
         process.join(60)
     assert [process.exitcode for process in processes] == [0, 0]
+
+
+REDUCED = """
+async def main():
+    async with dist.init_process_group() as group:
+        await works_with_all(group)
+        folds, fold = [], Execution._fold
+        Execution._fold = lambda *them: (folds.append(them), fold(*them))
+        for dtype in (np.float32, np.float64, np.complex128):
+            every = [(np.arange(3 << 18) % 1000 + rank).astype(dtype) for rank in range(group.size)]
+            own = dist.ReduceOp.custom(lambda one, other: one + other)
+            for op, times in ((dist.ReduceOp.SUM, 1), (own, 1), (dist.ReduceOp.PREMUL_SUM(2), 2)):
+                x = every[group.rank].copy()
+                await group.all_reduce(x, op)
+                assert (x == times * sum(every)).all(), (op, dtype)
+        assert reads
+        assert folds
+        await group.barrier()
+
+dist.run(main())
+"""
+
+
+def test_messages_that_are_reduced_where_they_lie() -> None:
+    code = "from asyncdist.collectives.executor.runner import Execution\n" + PRELUDE + REDUCED
+    run_ranks(code, 3, {"ASYNCDIST_ALGO": "all_reduce:ring"})

@@ -44,6 +44,7 @@ _LIMITS = {
     "MAX_BUFFERS": (5, (output_queue,)),
     "ZERO_COPY_BYTES": (EXPOSE, (zero_copy,)),
     "READ_BYTES": (EXPOSE, (zero_copy,)),
+    "BULK_BYTES": (EXPOSE, (zero_copy,)),
     "COPY_BYTES": (1024, (zero_copy,)),
 }
 

@@ -31,6 +31,7 @@ from asyncdist.errors import CollectiveMismatchError, DistError, GroupAbortedErr
 from asyncdist.transport.protocol.frame import CREDIT_BYTES
 from asyncdist.transport.protocol.operations import Receive, SendOp
 from asyncdist.transport.protocol.peer import PeerCore
+from asyncdist.transport.protocol.zero_copy import BULK_BYTES as EXPOSED_BULK_BYTES
 
 __all__ = [
     "SLICE_BYTES",
@@ -87,6 +88,7 @@ class Execution:
     __slots__ = (
         "_budget",
         "_fingerprint",
+        "_folded",
         "_line",
         "_loop",
         "_not_bulk",
@@ -129,6 +131,7 @@ class Execution:
         self.waiting: set[int] = set()
         """Steps that were issued and are not done."""
         self._staging: dict[int, Array] = {}
+        self._folded: dict[int, int] = {}  # by step, the elements that were reduced before they were all here
         self._budget = SLICE_BYTES
         self._line: deque[Callable[[], None]] = deque()  # work on memory, one slice in a turn of the loop
         self._stopped = False
@@ -231,7 +234,8 @@ class Execution:
         elif kind == RECV_REDUCE:
             nbytes = (stop - start) * self.itemsize
             staging = self._staging[index] = self.pool.take(nbytes)
-            receive = Receive(self._prefix + suffix, staging.data, self, index, bulk=bulk)
+            fold = partial(self._fold, index) if nbytes >= EXPOSED_BULK_BYTES else None
+            receive = Receive(self._prefix + suffix, staging.data, self, index, bulk=bulk, fold=fold)
             done = self._peers[peer].post_receive(receive)  # type: ignore[union-attr]
             if done:
                 if receive.fingerprint != self._fingerprint:
@@ -253,8 +257,22 @@ class Execution:
     def _reduce_staged(self, index: int) -> bool:
         """Reduce what has been received into its place; True if that is done already."""
         step = self._program.instructions[index]
-        target = self.buffers[step.buffer].elements(step.start, step.stop)
-        return self._combine(index, RECV_REDUCE, self._staging[index].view(target.dtype), target, step.left)
+        folded = self._folded.pop(index, 0) if self._folded else 0
+        target = self.buffers[step.buffer].elements(step.start + folded, step.stop)
+        return self._combine(index, RECV_REDUCE, self._staging[index].view(target.dtype)[folded:], target, step.left)
+
+    def _fold(self, index: int, octets: Array, start: int) -> None:
+        """Reduce a part of what a receive is to reduce, out of the memory of its sender."""
+        if self._stopped:
+            return
+        step = self._program.instructions[index]
+        first = start // self.itemsize
+        folded = self._folded[index] = first + len(octets) // self.itemsize
+        target = self.buffers[step.buffer].elements(step.start + first, step.start + folded)
+        try:
+            self.reduce(octets.view(target.dtype), target, step.left)
+        except Exception as error:  # a reduction of the user's own
+            self.message_failed(None, error)
 
     def _combine(self, index: int, kind: int, source: Array, target: Array, left: bool) -> bool:
         """Do the work on memory of a step: at once if it is small (True), else in slices (False).

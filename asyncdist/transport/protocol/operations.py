@@ -7,10 +7,11 @@ occur.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, TypeVar
 
+from asyncdist.arrays.host import Array
 from asyncdist.errors import CollectiveTimeoutError, DistError, GroupAbortedError, PeerLostError
 
 __all__ = [
@@ -146,6 +147,9 @@ class Receive:
     `view` goes there at once, and `allocate` is not called. Most messages are such.
 
     `bulk` says that it belongs to an operation that moves much, as `SendOp.bulk` does; both ends should say the same.
+
+    `fold`, if given, is asked to take what the sender has exposed, part by part, in place of a copy to `target`: with
+    the octets and where in the message they begin. It must not raise. What it took may come to `target` all the same.
     """
 
     key: bytes
@@ -155,6 +159,7 @@ class Receive:
     expects: bytes = b""
     view: memoryview | None = None
     bulk: bool = field(default=False, kw_only=True)
+    fold: Callable[[Array, int], None] | None = field(default=None, kw_only=True)
     source: int | None = field(default=None, init=False)
     nbytes: int = field(default=0, init=False)
     meta: bytes = field(default=b"", init=False)

@@ -285,7 +285,7 @@ class Sender:
                 self.queue.push_reply(pack_fragment(message_id, 0, 0, flags=Flag.ABORT))
             return
         op._id = message_id
-        place = None if self.zero_copy is None else self.zero_copy.expose(op.payload)
+        place = None if self.zero_copy is None else self.zero_copy.expose(op.payload, bulk=op.bulk)
         if place is None:
             op.state = SendState.STREAMING
             self.queue.push_stream(op)

@@ -43,8 +43,14 @@ READ_BYTES: Final = 4 << 20
 MAX_ADDRESS: Final = (1 << 63) - 1
 """Nothing of a process lies beyond, on any system; sums of an address and a length below it never wrap."""
 
+BULK_BYTES: Final = 256 << 10
+"""And of one that moves much, as its ranks compute or wait for a network meanwhile: what counts is processor time."""
+
 COPY_BYTES: Final = 2 << 20
 """Bytes copied in one turn of the loop: some 0.2 ms."""
+
+FOLD_BYTES: Final = 512 << 10
+"""Bytes read of another process at a time to be reduced: they are still in this core's cache then."""
 
 
 class SegmentPasser(Protocol):
@@ -65,7 +71,7 @@ class SegmentPasser(Protocol):
 
 
 class PendingCopy:
-    """An exposed message on its way from `source` into the place of `stream`.
+    """An exposed message on its way from `source` into the place of `stream`, or to what its receive has to fold it.
 
     `done(copied)` is called with the last byte, or as soon as the source turns out to be unreadable.
     """
@@ -84,20 +90,37 @@ class PendingCopy:
         stop = min(start + nbytes, self.stream.total)
         if self.stream.view is None or start == stop:
             return 0
-        target, source = self._target[start:stop], self._source
-        if isinstance(source, RemoteBytes):
-            try:
-                source.read(start, target)
-            except Unreadable as error:
-                events.info("a message exposed by a peer travels after all: %s", error)
-                self._done(False)
-                return 0
-        else:
-            target[:] = source[start:stop]
+        fold = None if self.stream.receive is None else self.stream.receive.fold
+        try:
+            if fold is None:
+                self._take(start, self._target[start:stop])
+            else:
+                for first in range(start, stop, FOLD_BYTES):
+                    fold(self._octets(first, min(FOLD_BYTES, stop - first)), first)
+                    if self.stream.view is None:  # its operation has failed
+                        return 0
+        except Unreadable as error:
+            events.info("a message exposed by a peer travels after all: %s", error)
+            self._done(False)
+            return 0
         self._copied = stop
         if stop == self.stream.total:
             self._done(True)
         return stop - start
+
+    def _octets(self, start: int, length: int) -> Array:
+        """Octets where they lie, or, of another process, in the first part of the target, which stays in the cache."""
+        if not isinstance(self._source, RemoteBytes):
+            return self._source[start : start + length]
+        self._take(start, self._target[:length])
+        return self._target[:length]
+
+    def _take(self, start: int, target: Array) -> None:
+        source = self._source
+        if isinstance(source, RemoteBytes):
+            source.read(start, target)
+        else:
+            target[:] = source[start : start + target.size]
 
 
 class ZeroCopy:
@@ -115,11 +138,11 @@ class ZeroCopy:
 
     # Exposing
 
-    def expose(self, payload: memoryview) -> tuple[int, int] | None:
-        """Segment and offset of a payload that the peer can read in our memory, else None."""
-        if len(payload) < ZERO_COPY_BYTES:
+    def expose(self, payload: memoryview, *, bulk: bool = False) -> tuple[int, int] | None:
+        """Segment and offset of a payload that the peer can read in our memory, else None. `bulk`: as `SendOp.bulk`."""
+        if len(payload) < (BULK_BYTES if bulk else ZERO_COPY_BYTES):
             return None
-        return place_of(payload, self._arrays, self._own if len(payload) >= READ_BYTES else None, (self,))
+        return place_of(payload, self._arrays, self._own if bulk or len(payload) >= READ_BYTES else None, (self,))
 
     def open(self) -> None:
         """Let the peer read our memory. Called as the connection opens: messages posted from then on come behind."""

@@ -12,6 +12,7 @@ import pytest
 from transport_pair import Pair, Recorder, collective, p2p, receive, send
 from zero_copy_pair import LARGE, ZeroCopyPair, post
 
+from asyncdist.arrays.host import Array
 from asyncdist.errors import CollectiveTimeoutError, GroupAbortedError, PeerLostError, RemoteProtocolError
 from asyncdist.transport.protocol.frame import (
     ZERO_COPY_BYTES,
@@ -22,7 +23,8 @@ from asyncdist.transport.protocol.frame import (
     pack_header,
     pack_memory,
 )
-from asyncdist.transport.protocol.zero_copy import COPY_BYTES, MAX_ADDRESS, READ_BYTES
+from asyncdist.transport.protocol.operations import Receive, SendOp
+from asyncdist.transport.protocol.zero_copy import BULK_BYTES, COPY_BYTES, FOLD_BYTES, MAX_ADDRESS, READ_BYTES
 from asyncdist.transport.shared_memory import process_memory
 from asyncdist.transport.shared_memory.process_memory import PROCESS, OwnMemory, Unreadable
 
@@ -35,6 +37,23 @@ def pair() -> Iterator[ZeroCopyPair]:
     made.run()
     yield made
     made.close()
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`failing(nbytes)`: nothing beyond can be read from then on."""
+    read = process_memory.RemoteBytes.read
+
+    def fail_after(nbytes: int) -> None:
+        def reading(source: Any, start: int, target: Any) -> None:
+            if start >= nbytes:
+                target[: target.size // 2] = 0xEE  # as it may be written all the same
+                raise Unreadable("no such memory", gone=False)
+            read(source, start, target)
+
+        monkeypatch.setattr(process_memory.RemoteBytes, "read", reading)
+
+    return fail_after
 
 
 def ordinary(nbytes: int = LARGE) -> memoryview:
@@ -167,24 +186,66 @@ def break_reading(pair: ZeroCopyPair, side: int) -> None:
     own._octets.raw = bytes(len(own.token.octets))
 
 
+def folded(pair: ZeroCopyPair, data: memoryview) -> tuple[bytes, bytes]:
+    """Send that as a part of what is much, to a receive that folds: what was folded, and its target."""
+    sink, target, parts = Recorder(), bytearray(len(data)), []
+
+    def fold(octets: Array, start: int) -> None:
+        assert start == sum(map(len, parts))
+        parts.append(octets.tobytes())
+
+    pair.b.post_receive(Receive(collective(1), memoryview(target), sink, "got", bulk=True, fold=fold))
+    pair.a.post_send(SendOp(collective(1), data, b"", sink, "sent", bulk=True))
+    pair.run()
+    assert sink.order[-1] == "got"
+    assert idle(pair)
+    return b"".join(parts), bytes(target)
+
+
+class TestFolding:
+    """Receives that reduce take a message of much part by part, where it lies."""
+
+    @pytest.mark.parametrize("length", [BULK_BYTES, LARGE])
+    def test_all_of_it_once_and_in_order(self, pair: ZeroCopyPair, length: int) -> None:
+        data = ordinary(length)
+        assert folded(pair, data)[0] == data
+
+    def test_out_of_a_segment(self, pair: ZeroCopyPair) -> None:
+        data = pair.sides[0].array(ZERO_COPY_BYTES)
+        pair.mapped(data)
+        assert folded(pair, data) == (bytes(data), bytes(ZERO_COPY_BYTES)), "nothing is copied to the target"
+
+    def test_of_an_operation_that_fails_meanwhile_nothing_more_is_folded(self, pair: ZeroCopyPair) -> None:
+        folds: list[int] = []
+
+        def fold(_octets: Array, start: int) -> None:
+            folds.append(start)
+            pair.b.drop_group(collective(1)[:8])
+
+        sink, target = Recorder(), memoryview(bytearray(LARGE))
+        pair.b.post_receive(Receive(collective(1), target, sink, "got", bulk=True, fold=fold))
+        pair.a.post_send(SendOp(collective(1), ordinary(), b"", sink, "sent", bulk=True))
+        pair.run()
+        assert folds == [0]
+        assert idle(pair)
+
+    def test_shorter_ones_travel(self, pair: ZeroCopyPair) -> None:
+        data = ordinary(BULK_BYTES - 1)
+        assert folded(pair, data) == (b"", bytes(data))
+
+    @pytest.mark.parametrize("beyond", [0, FOLD_BYTES, COPY_BYTES])
+    def test_what_can_be_read_in_part_travels_to_the_target(
+        self, pair: ZeroCopyPair, failing: Any, beyond: int
+    ) -> None:
+        failing(beyond)
+        data = ordinary()
+        part, whole = folded(pair, data)
+        assert part == data[: len(part)]
+        assert (len(part), whole) == (beyond // FOLD_BYTES * FOLD_BYTES, bytes(data))
+
+
 class TestUnreadable:
     """What was exposed, and then cannot be read, travels."""
-
-    @pytest.fixture
-    def failing(self, monkeypatch: pytest.MonkeyPatch) -> Any:
-        """`failing(nbytes)`: nothing beyond can be read from then on."""
-        read = process_memory.RemoteBytes.read
-
-        def fail_after(nbytes: int) -> None:
-            def reading(source: Any, start: int, target: Any) -> None:
-                if start >= nbytes:
-                    target[: target.size // 2] = 0xEE  # as it may be written all the same
-                    raise Unreadable("no such memory", gone=False)
-                read(source, start, target)
-
-            monkeypatch.setattr(process_memory.RemoteBytes, "read", reading)
-
-        return fail_after
 
     def test_it_travels(self, pair: ZeroCopyPair) -> None:
         break_reading(pair, 0)
