@@ -38,7 +38,7 @@ from typing import Final, NamedTuple
 from asyncdist.plan.algorithms import ring
 from asyncdist.plan.algorithms.algorithm import Algorithm
 from asyncdist.plan.builder import PlanBuilder
-from asyncdist.plan.chunks import blocks_of, cut_blocks, offsets, partition, split
+from asyncdist.plan.chunks import Window, blocks_of, cut_blocks, offsets, partition, split
 from asyncdist.plan.cost.load import AT_HOME, NO_WORK, Hop, Load, Shape, Way, Work, alike, cold
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
@@ -47,6 +47,10 @@ __all__ = ["row_length"]
 
 SETS: Final = 2
 """Columns of partial sums in reduce_scatter: one is received while the one before is sent."""
+
+ROW_CHUNKS: Final = 4
+"""Chunks of a piece that travels within a host, of an all_reduce between hosts: fewer messages, long enough to be read
+where they lie. A network takes longer for a chunk than a host for such a piece."""
 
 
 class _Grid:
@@ -89,9 +93,11 @@ def all_reduce(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Pla
     if grid.height == problem.world:
         return ring.all_reduce(builder, problem, chunk_length)
     starts = offsets(partition(problem.total, grid.width * grid.height))
-    vector = _Parts(starts, grid.height, grid.length, chunk_length)
+    together = _row_chunks(problem)
+    vector = _Parts(starts, grid.height, grid.length, chunk_length, together * chunk_length)
     row, column = grid.row, grid.column
-    operands = builder.window()
+    pieces = max(2, builder.window_size // together)
+    operands = Window(pieces)
     for step in range(grid.length - 1):
         builder.send_all(grid.right, vector.part(column - step, row))
         builder.recv_reduce_all(grid.left, vector.part(column - step - 1, row), operands, incoming_left=True)
@@ -105,11 +111,18 @@ def all_reduce(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Pla
     for step in range(grid.height - 1):
         builder.send_all(below, vector.block(part, row + 1 - step))
         builder.recv_all(above, vector.block(part, row - step), results)
-    results = builder.window()
+    results = Window(pieces)
     for step in range(grid.length - 1):
         builder.send_all(grid.right, vector.part(part - step, row + 1))
         builder.recv_all(grid.left, vector.part(part - step - 1, row + 1), results)
     return builder.build()
+
+
+def _row_chunks(of: Problem | Shape) -> int:
+    """Chunks of a piece that travels in a row of all_reduce."""
+    width = row_length(Problem("all_reduce", of.world, (0,), 0, 1 if of.hosts else of.ranks_per_host))
+    inside = bool(of.hosts) or (of.world > of.ranks_per_host and of.ranks_per_host % width == 0)
+    return ROW_CHUNKS if inside else 1
 
 
 class _Parts(NamedTuple):
@@ -120,6 +133,8 @@ class _Parts(NamedTuple):
     length: int
     """Parts by which numbers wrap around; those behind the last column have no elements."""
     chunk_length: int
+    piece_length: int
+    """Of what travels in rows."""
 
     def block(self, part: int, row: int) -> list[Slice]:
         """Chunks of one block; both numbers wrap around."""
@@ -127,7 +142,7 @@ class _Parts(NamedTuple):
         return cut_blocks(self.starts, number, 1, self.chunk_length) if number + 1 < len(self.starts) else []
 
     def part(self, part: int, row: int) -> list[Slice]:
-        """Chunks of a part: those of the block of `row` and of that before it in turn, then those before, in order.
+        """Pieces of a part: those of the block of `row` and of that before it in turn, then those before, in order.
 
         The column begins with these two: with the one it sends first, and with the one it receives into first.
         """
@@ -135,10 +150,11 @@ class _Parts(NamedTuple):
         if first + 1 >= len(self.starts):
             return []
         if self.starts[first + self.height] - self.starts[first] >= self.height * self.chunk_length:
-            blocks = [self.block(part, row - step) for step in range(self.height)]
+            numbers = [first + (row - step) % self.height for step in range(self.height)]
+            blocks = [cut_blocks(self.starts, number, 1, self.piece_length) for number in numbers]
             first_two = [piece for pair in zip_longest(*blocks[:2]) for piece in pair if piece is not None]
             return [*first_two, *chain.from_iterable(blocks[2:])]
-        return cut_blocks(self.starts, first, self.height, self.chunk_length)
+        return cut_blocks(self.starts, first, self.height, self.piece_length)
 
 
 def all_gather(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:
@@ -228,7 +244,7 @@ def _grid_cost(shape: Shape, *, phases: int, reductions: int) -> Load:
         block, rows, columns = shape.total / (width * height), AT_HOME, Way(1.0, width, width)
     pieces = shape.pieces(block)
     # all_reduce cuts what travels in a row as one, the others, whose blocks are the caller's, block by block.
-    row_pieces = shape.pieces(height * block) if phases == 2 else height * pieces
+    row_pieces = -(-shape.pieces(height * block) // _row_chunks(shape)) if phases == 2 else height * pieces
     chunk = block / pieces
     row_steps, column_steps = length - 1, height - 1
     row_blocks, column_blocks = shape.full(min(width, row_steps) * height), shape.full(column_steps)

@@ -97,7 +97,7 @@ class PendingCopy:
             else:
                 for first in range(start, stop, FOLD_BYTES):
                     fold(self._octets(first, min(FOLD_BYTES, stop - first)), first)
-                    if self.stream.view is None:  # its operation has failed
+                    if self.stream.receive is None:  # its operation has failed
                         return 0
         except Unreadable as error:
             events.info("a message exposed by a peer travels after all: %s", error)

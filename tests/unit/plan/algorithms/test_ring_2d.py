@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 from plan_counts import plans_of, received, rounds, sent
 
-from asyncdist.plan.algorithms.ring_2d import SETS, row_length
+from asyncdist.plan.algorithms.registry import build
+from asyncdist.plan.algorithms.ring_2d import ROW_CHUNKS, SETS, row_length
 from asyncdist.plan.problem import Problem
+from asyncdist.plan.proof.verify import verify
 from asyncdist.plan.steps import RecvReduce, Send, Symmetry
 
 COLLECTIVES = ["all_reduce", "reduce_scatter", "all_gather"]
@@ -68,14 +70,23 @@ def test_reduce_scatter_holds_two_columns_of_partial_sums_at_most():
             assert plan.scratch_count == columns * 5 * 12 // width
 
 
+@pytest.mark.parametrize(("ranks_per_host", "hosts"), [(2, ()), (3, ()), (1, (0, 1, 0, 1, 2, 2)), (1, (0, 0, 0, 1))])
+@pytest.mark.parametrize("count", [24, 121, 333])
+def test_pieces_of_several_chunks_are_right(ranks_per_host, hosts, count):
+    world = len(hosts) or 6
+    problem = Problem.of("all_reduce", world, count, 0, ranks_per_host)._replace(hosts=hosts)
+    for chunk_length in (1, 3, 7):
+        verify(problem, [build(problem, "ring_2d", rank, chunk_length) for rank in range(world)])
+
+
 def test_columns_begin_with_the_first_chunks_of_rows():
     """What is reduced in a row goes down the column, and what comes down is asked for, while the row goes on."""
-    for rank, plan in enumerate(plans_of("all_reduce", "ring_2d", 6, 96, chunk_length=4, ranks_per_host=2)):
+    for rank, plan in enumerate(plans_of("all_reduce", "ring_2d", 6, 96, chunk_length=1, ranks_per_host=2)):
         in_row = [
             index for index, step in enumerate(plan.steps) if isinstance(step, RecvReduce) and step.peer == rank ^ 1
         ]
         down = [step for step in plan.steps if isinstance(step, Send) and step.peer == (rank + 2) % 6]
         coming = [step for step in plan.steps if isinstance(step, RecvReduce) and step.peer == (rank - 2) % 6]
-        assert [step.after for step in down[:4]] == [(index,) for index in in_row[:8:2]]
-        assert [step.after for step in coming[:4]] == [(index,) for index in in_row[1:8:2]]
-        assert len(in_row) == 12
+        assert [step.after for step in down[:16:ROW_CHUNKS]] == [(index,) for index in in_row[:8:2]]
+        assert [step.after for step in coming[:1]] == [(in_row[1],)]
+        assert len(in_row) == 48 // ROW_CHUNKS
