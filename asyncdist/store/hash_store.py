@@ -28,13 +28,10 @@ class HashStore(CoordinatingStore):
 
     lookout: ClassVar[None] = None
 
-    def __init__(self, *, timeout: Timeout = DEFAULT_STORE_TIMEOUT_S) -> None:
+    def __init__(self, *, timeout: Timeout = DEFAULT_STORE_TIMEOUT_S, _shared: SharedEngine | None = None) -> None:
         super().__init__(timeout)
-        self._attach(SharedEngine())
-
-    def _attach(self, shared: SharedEngine) -> None:
-        self._shared = shared
-        self._client = shared.open(self._deliver)
+        self._shared = _shared or SharedEngine()
+        self._client = self._shared.open(self._deliver)
         self._blocked: dict[int, Reply] = {}
         self._closed = False
 
@@ -44,9 +41,7 @@ class HashStore(CoordinatingStore):
     def clone(self) -> Self:
         """Return another client of the same data, with this one's time-out."""
         self._raise_if_closed()
-        other = type(self)(timeout=self._timeout_s)
-        other._attach(self._shared)
-        return other
+        return type(self)(timeout=self._timeout_s, _shared=self._shared)
 
     async def close(self) -> None:
         """End this client: what it waits for raises `ClosedError`. Others of the same data go on."""
