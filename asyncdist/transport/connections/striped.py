@@ -1,21 +1,21 @@
 """StripedConnection: the frames of a pair over several TCP connections, its *paths*, which may use several interfaces.
 
-What the core writes is one stream of bytes, so messages keep their order. Each write is a *chunk* of that stream and
-goes over the next path that takes it; the other side puts the chunks in order. A chunk that comes when its turn is goes
+What the core writes is one stream of bytes, so messages keep their order. Each write is a *stripe* of that stream and
+goes over the next path that takes it; the other side puts the stripes in order. A stripe that comes in its turn goes
 straight into the receiver's array, any other waits in memory of its own.
 
-A copy of each chunk is kept until the peer has acknowledged it, so a path may be lost at any time: its chunks go over
+A copy of each stripe is kept until the peer has acknowledged it, so a path may be lost at any time: its stripes go over
 the others, and the side that has dialed the pair connects the path anew as soon as it can. The peer is lost with the
 last path. A path that is silent for PATH_SILENT_S while there are others counts as lost; the last one is left to the
 time of all connections (`keepalive`).
 
-A chunk is a header, then `length` bytes. All integers are little-endian.
+A stripe is a header, then `length` bytes. All integers are little-endian.
 
 | offset | size | field | meaning |
 | --- | --- | --- | --- |
 | 0 | 8 | offset | of the first byte in the stream |
 | 8 | 8 | acknowledged | bytes of the opposite stream that its receiver has handled |
-| 16 | 4 | length | at most MAX_CHUNK_BYTES; 0: it only acknowledges |
+| 16 | 4 | length | at most MAX_STRIPE_BYTES; 0: it only acknowledges |
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from asyncdist.transport.protocol.frame import MAX_CALL_BYTES
 from asyncdist.transport.protocol.operations import NO_GOODBYE
 from asyncdist.transport.protocol.peer import PeerCore
 
-__all__ = ["MAX_CHUNK_BYTES", "WINDOW_BYTES", "Path", "StripedConnection"]
+__all__ = ["MAX_STRIPE_BYTES", "WINDOW_BYTES", "Path", "StripedConnection"]
 
 HEADER: Final = struct.Struct("<QQI")
-MAX_CHUNK_BYTES: Final = 2 * MAX_CALL_BYTES
+MAX_STRIPE_BYTES: Final = 2 * MAX_CALL_BYTES
 """More than any core writes at a time: MAX_CALL_BYTES and the frame that exceeds them."""
 WINDOW_BYTES: Final = 4 << 20
 """Bytes for each path that may be without an acknowledgement, as much as Linux lets a TCP connection have under way.
@@ -48,14 +48,14 @@ Both sides may hold copies of so much."""
 ACKNOWLEDGE_BYTES: Final = 512 << 10
 """Bytes handled after which the peer is told, should nothing else be sent to it: a small part of any window."""
 SCRATCH_BYTES: Final = 4 << 10
-"""Read at a time where a header is next: small chunks together, and little of a large one that is copied for it."""
+"""Read at a time where a header is next: small stripes together, and little of a large one that is copied for it."""
 
 _DISCARDED: Final = memoryview(bytearray(64 << 10))
 """Where bytes are read that have come before."""
 
 
 class Path:
-    """One TCP connection of a pair, and the chunk that is being read from it."""
+    """One TCP connection of a pair, and the stripe that is being read from it."""
 
     __slots__ = ("end", "fd", "number", "position", "rest", "scratch", "sock", "start", "stash", "unread")
 
@@ -63,15 +63,15 @@ class Path:
         self.number = number
         self.sock: socket.socket | None = sock
         self.fd = sock.fileno()
-        self.rest: memoryview | None = None  # of a chunk that the kernel has taken in part
+        self.rest: memoryview | None = None  # of a stripe that the kernel has taken in part
         self.scratch = memoryview(bytearray(SCRATCH_BYTES))
         self.unread = 0  # bytes of a header in scratch
-        self.start = self.position = self.end = 0  # of the chunk, in the stream
-        self.stash: bytearray | None = None  # the chunk, where it has come before its turn
+        self.start = self.position = self.end = 0  # of the stripe, in the stream
+        self.stash: bytearray | None = None  # the stripe, where it has come before its turn
 
 
 @dataclass(slots=True, eq=False)
-class _Chunk:
+class _Stripe:
     """Bytes of the stream that the peer has not acknowledged; `path` is None where they are to be sent again."""
 
     end: int
@@ -102,13 +102,13 @@ class StripedConnection(Connection):
         self._window = WINDOW_BYTES * context.config.streams
         self._sent = 0  # bytes of the stream written so far
         self._acknowledged = 0  # those of them that the peer has handled
-        self._chunks: deque[_Chunk] = deque()  # all others
-        self._again: deque[_Chunk] = deque()
+        self._stripes: deque[_Stripe] = deque()  # all others
+        self._again: deque[_Stripe] = deque()
         self._wanted = False  # the core waits to be flushed
         self._flush: asyncio.Handle | None = None
         self._handled = 0  # bytes of the peer's stream
         self._told = 0  # those of them that we have acknowledged
-        self._early: dict[int, memoryview] = {}  # chunks that have come before their turn
+        self._early: dict[int, memoryview] = {}  # stripes that have come before their turn
         self._early_bytes = 0
         self._frames_read = 0
 
@@ -163,7 +163,7 @@ class StripedConnection(Connection):
                 if path.position < path.end:
                     self._took_part(path, nbytes)
                 else:
-                    self._read_chunks(path, nbytes)
+                    self._read_stripes(path, nbytes)
             except Exception as error:
                 self._fail(error)
                 return
@@ -187,12 +187,12 @@ class StripedConnection(Connection):
             return _DISCARDED[: min(left, self._handled - path.position)]
         return self._get_buffer()[:left]
 
-    def _read_chunks(self, path: Path, nbytes: int) -> None:
-        """Handle what is in scratch: headers, whole chunks, and the front of the last one."""
+    def _read_stripes(self, path: Path, nbytes: int) -> None:
+        """Handle what is in scratch: headers, whole stripes, and the front of the last one."""
         data = path.scratch[: path.unread + nbytes]
         path.unread = 0
         while len(data) >= HEADER.size and self._sock is not None:
-            self._begin_chunk(path, *HEADER.unpack_from(data))
+            self._begin_stripe(path, *HEADER.unpack_from(data))
             data = data[HEADER.size :]
             while data and path.position < path.end and self._sock is not None:
                 place = self._place(path)
@@ -204,10 +204,10 @@ class StripedConnection(Connection):
             path.unread = len(data)
             path.scratch[: len(data)] = bytes(data)
 
-    def _begin_chunk(self, path: Path, offset: int, acknowledged: int, length: int) -> None:
+    def _begin_stripe(self, path: Path, offset: int, acknowledged: int, length: int) -> None:
         if acknowledged > self._sent:
             raise RemoteProtocolError(f"the peer acknowledged {acknowledged} bytes of {self._sent}")
-        if length > MAX_CHUNK_BYTES or offset + length > self._handled + self._window + MAX_CHUNK_BYTES:
+        if length > MAX_STRIPE_BYTES or offset + length > self._handled + self._window + MAX_STRIPE_BYTES:
             raise RemoteProtocolError(
                 f"the peer sent bytes {offset} to {offset + length}, of which {self._handled} are handled"
             )
@@ -216,9 +216,9 @@ class StripedConnection(Connection):
         path.stash = bytearray(length) if length and offset > self._handled else None
         if acknowledged > self._acknowledged:
             self._acknowledged = acknowledged
-            chunks = self._chunks
-            while chunks and chunks[0].end <= acknowledged:
-                chunks.popleft()
+            stripes = self._stripes
+            while stripes and stripes[0].end <= acknowledged:
+                stripes.popleft()
             if self._wanted or self._again:
                 self._flush_soon()
 
@@ -236,7 +236,7 @@ class StripedConnection(Connection):
             start = max(path.start, self._handled)
             self._early_bytes += path.end - start - len(self._early.get(start, b""))
             self._early[start] = memoryview(stash)[start - path.start :]
-            if self._early_bytes > self._window + MAX_CHUNK_BYTES:
+            if self._early_bytes > self._window + MAX_STRIPE_BYTES:
                 raise RemoteProtocolError(f"the peer sent {self._early_bytes} bytes before their turn")
         while self._sock is not None and (early := self._early.pop(self._handled, None)) is not None:
             self._early_bytes -= len(early)
@@ -254,7 +254,7 @@ class StripedConnection(Connection):
     # -- writing
 
     def _write(self, buffers: Sequence[bytes | memoryview]) -> int:
-        """Take all of `buffers` as one chunk, or nothing."""
+        """Take all of `buffers` as one stripe, or nothing."""
         if self._again or self._sent - self._acknowledged >= self._window:
             return 0
         path = self._free_path()
@@ -264,7 +264,7 @@ class StripedConnection(Connection):
         data = b"".join((HEADER.pack(self._sent, self._handled, nbytes), *buffers))
         self._told = self._handled
         self._sent += nbytes
-        self._chunks.append(_Chunk(self._sent, data, path))
+        self._stripes.append(_Stripe(self._sent, data, path))
         self._send(path, data)
         return nbytes
 
@@ -281,7 +281,7 @@ class StripedConnection(Connection):
         return None
 
     def _acknowledge(self, path: Path) -> None:
-        """Send an acknowledgement over `path`, unless a chunk is under way there: the next chunk carries it."""
+        """Send an acknowledgement over `path`, unless a stripe is under way there: the next stripe carries it."""
         if path.sock is not None and path.rest is None:
             self._told = self._handled
             self._send(path, HEADER.pack(0, self._handled, 0))
@@ -330,7 +330,7 @@ class StripedConnection(Connection):
             self._flush = self._loop.call_soon(self._flush_now)
 
     def _flush_now(self) -> None:
-        """Write to paths that have room: lost chunks first, then what the core has queued."""
+        """Write to paths that have room: lost stripes first, then what the core has queued."""
         if self._flush is not None:
             self._flush.cancel()
             self._flush = None
@@ -341,9 +341,9 @@ class StripedConnection(Connection):
             path = self._free_path()
             if path is None:
                 return
-            chunk = self._again.popleft()
-            chunk.path = path
-            self._send(path, chunk.data)
+            stripe = self._again.popleft()
+            stripe.path = path
+            self._send(path, stripe.data)
         if self._wanted:
             self._wanted = False
             self._core.flush()
@@ -376,14 +376,14 @@ class StripedConnection(Connection):
             return
         self._close(path)
         self._paths.remove(path)
-        if not self._paths or (self._core.goodbye_sent and not self._chunks):
+        if not self._paths or (self._core.goodbye_sent and not self._stripes):
             self._end(None if self._core.left else error)
             return
         events.info("%s: path %d is lost, %d left: %s", self.label, path.number, len(self._paths), error)
-        for chunk in self._chunks:
-            if chunk.path is path:
-                chunk.path = None
-        self._again = deque(chunk for chunk in self._chunks if chunk.path is None)
+        for stripe in self._stripes:
+            if stripe.path is path:
+                stripe.path = None
+        self._again = deque(stripe for stripe in self._stripes if stripe.path is None)
         self._told = 0  # what was told over this path may not have come
         self._flush_soon()
         self._on_lost(path.number)
@@ -401,7 +401,7 @@ class StripedConnection(Connection):
 
     def _shut_when_done(self) -> None:
         """Once the peer has handled our goodbye, which may have to be sent again until then."""
-        if self._sock is not None and self._core.goodbye_sent and not self._chunks and not self._shut:
+        if self._sock is not None and self._core.goodbye_sent and not self._stripes and not self._shut:
             self._shut = True
             for path in self._paths:
                 if path.sock is not None:
@@ -419,6 +419,6 @@ class StripedConnection(Connection):
         for path in self._paths:
             self._close(path)
         self._early.clear()
-        self._chunks.clear()
+        self._stripes.clear()
         self._again.clear()
         return True

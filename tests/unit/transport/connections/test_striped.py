@@ -1,4 +1,4 @@
-"""Several connections of one pair: chunks in any order, paths that are lost at any time, and hostile bytes."""
+"""Several connections of one pair: stripes in any order, paths that are lost at any time, and hostile bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from asyncdist.transport.connections import striped
 from asyncdist.transport.connections.striped import (
     ACKNOWLEDGE_BYTES,
     HEADER,
-    MAX_CHUNK_BYTES,
+    MAX_STRIPE_BYTES,
     WINDOW_BYTES,
     Path,
     StripedConnection,
@@ -258,10 +258,10 @@ class Stranger:
         self.sock, sock = tcp_pair()
         self.end = End(self.cores.a, sock, streams)
 
-    async def told(self, *chunks: bytes) -> Exception | None:
+    async def told(self, *stripes: bytes) -> Exception | None:
         """Send all, and return how the connection ended, if it did."""
-        for chunk in chunks:
-            await asyncio.get_running_loop().sock_sendall(self.sock, chunk)
+        for stripe in stripes:
+            await asyncio.get_running_loop().sock_sendall(self.sock, stripe)
         self.sock.shutdown(socket.SHUT_WR)
         await eventually(lambda: self.end.ended)
         return self.end.ended[0]
@@ -278,35 +278,35 @@ async def stranger() -> Iterator[Stranger]:
     made.close()
 
 
-def chunk(offset: int, length: int, acknowledged: int = 0) -> bytes:
+def stripe(offset: int, length: int, acknowledged: int = 0) -> bytes:
     return HEADER.pack(offset, acknowledged, length)
 
 
-LIMIT = 2 * WINDOW_BYTES + MAX_CHUNK_BYTES
+LIMIT = 2 * WINDOW_BYTES + MAX_STRIPE_BYTES
 
 
 @pytest.mark.parametrize(
     ("header", "refused"),
     [
-        (chunk(1, MAX_CHUNK_BYTES), False),
-        (chunk(1, MAX_CHUNK_BYTES + 1), True),
-        (chunk(LIMIT - 5, 5), False),
-        (chunk(LIMIT - 5, 6), True),
-        (chunk(0, 0, acknowledged=1), True),
-        (chunk(2**64 - 1, 1), True),
+        (stripe(1, MAX_STRIPE_BYTES), False),
+        (stripe(1, MAX_STRIPE_BYTES + 1), True),
+        (stripe(LIMIT - 5, 5), False),
+        (stripe(LIMIT - 5, 6), True),
+        (stripe(0, 0, acknowledged=1), True),
+        (stripe(2**64 - 1, 1), True),
     ],
 )
 async def test_a_header_is_refused_one_past_each_limit(stranger: Stranger, header: bytes, refused: bool) -> None:
     assert isinstance(await stranger.told(header), RemoteProtocolError if refused else ConnectionResetError)
 
 
-async def test_memory_for_chunks_before_their_turn_is_bounded(stranger: Stranger) -> None:
-    """Chunks that overlap are never made by an honest peer; they fill no more than honest ones could."""
-    stranger.end.connection._window = 20 - MAX_CHUNK_BYTES
-    chunks = [chunk(offset, 4) + b"1234" for offset in range(1, 7)]
-    await asyncio.get_running_loop().sock_sendall(stranger.sock, b"".join(chunks[:5]))
+async def test_memory_for_stripes_before_their_turn_is_bounded(stranger: Stranger) -> None:
+    """Stripes that overlap are never made by an honest peer; they fill no more than honest ones could."""
+    stranger.end.connection._window = 20 - MAX_STRIPE_BYTES
+    stripes = [stripe(offset, 4) + b"1234" for offset in range(1, 7)]
+    await asyncio.get_running_loop().sock_sendall(stranger.sock, b"".join(stripes[:5]))
     await eventually(lambda: stranger.end.connection._early_bytes == 20)
-    assert isinstance(await stranger.told(chunks[5]), RemoteProtocolError)
+    assert isinstance(await stranger.told(stripes[5]), RemoteProtocolError)
 
 
 @given(data=st.binary(max_size=200), split=st.integers(0, 200))
@@ -341,9 +341,9 @@ async def test_without_acknowledgement_no_more_than_a_window_is_sent(
     connection._arm()
     await asyncio.sleep(0.01)
     assert not flushed
-    await asyncio.get_running_loop().sock_sendall(stranger.sock, chunk(0, 0, acknowledged=999))
+    await asyncio.get_running_loop().sock_sendall(stranger.sock, stripe(0, 0, acknowledged=999))
     await eventually(lambda: flushed)
-    assert [held.end for held in connection._chunks] == [1019]
+    assert [held.end for held in connection._stripes] == [1019]
 
 
 @pytest.mark.parametrize(("nbytes", "told"), [(ACKNOWLEDGE_BYTES - 1, False), (ACKNOWLEDGE_BYTES, True)])
@@ -354,17 +354,17 @@ async def test_what_is_handled_is_acknowledged_in_portions(
     memory = memoryview(bytearray(1 << 20))
     monkeypatch.setattr(connection, "_get_buffer", lambda: memory)
     monkeypatch.setattr(connection, "_updated", lambda _: 0)
-    await asyncio.get_running_loop().sock_sendall(stranger.sock, chunk(0, nbytes) + bytes(nbytes))
+    await asyncio.get_running_loop().sock_sendall(stranger.sock, stripe(0, nbytes) + bytes(nbytes))
     await eventually(lambda: connection._handled == nbytes)
     await asyncio.sleep(0.01)
     found = await read_all(stranger.sock)
     # The front of it may have been acknowledged before the end came.
-    assert (chunk(0, 0, acknowledged=nbytes) in found) is told
+    assert (stripe(0, 0, acknowledged=nbytes) in found) is told
     assert len(found) == (HEADER.size if told else 0)
 
 
-def test_a_window_has_room_for_some_of_the_largest_chunks() -> None:
-    assert striped.MAX_CHUNK_BYTES <= WINDOW_BYTES
+def test_a_window_has_room_for_some_of_the_largest_stripes() -> None:
+    assert striped.MAX_STRIPE_BYTES <= WINDOW_BYTES
     assert ACKNOWLEDGE_BYTES * 4 <= WINDOW_BYTES
 
 
@@ -375,8 +375,8 @@ async def test_an_acknowledgement_that_may_be_lost_with_its_path_is_given_again(
     memory = memoryview(bytearray(1 << 20))
     monkeypatch.setattr(connection, "_get_buffer", lambda: memory)
     monkeypatch.setattr(connection, "_updated", lambda _: 0)
-    await loop.sock_sendall(stranger.sock, chunk(0, ACKNOWLEDGE_BYTES) + bytes(ACKNOWLEDGE_BYTES))
-    told = chunk(0, 0, acknowledged=ACKNOWLEDGE_BYTES)
+    await loop.sock_sendall(stranger.sock, stripe(0, ACKNOWLEDGE_BYTES) + bytes(ACKNOWLEDGE_BYTES))
+    told = stripe(0, 0, acknowledged=ACKNOWLEDGE_BYTES)
     async with asyncio.timeout(10):
         assert await loop.sock_recv(stranger.sock, 100) == told
         other, sock = tcp_pair()
