@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 FAILED: Final = "failed"
-SHRUNK: Final = "its ranks were asked who is left: shrink() was called"
+SHRUNK: Final = "its ranks were asked who survives: shrink() was called"
 """Why a rank aborts a group that goes on without those that are lost."""
 
 CONSEQUENCES: Final = (PeerLostError, GroupAbortedError, CollectiveTimeoutError)

@@ -1,11 +1,11 @@
-"""Consensus: the ranks that are left of a group agree on who they are, also when more of them die meanwhile.
+"""Consensus: the surviving ranks of a group agree on who they are, also when more of them die meanwhile.
 
 The lowest rank that is left leads. It calls all others, and each reports which ranks it has lost, and what it has
-accepted before. Once all that are left have reported, the leader proposes who stays: what a report says was accepted
-from an earlier leader, else all that no member has lost. When all that are left have accepted that, the leader decides.
+accepted before. Once all survivors have reported, the leader proposes who stays: what a report says was accepted
+from an earlier leader, else all that no member has lost. When all survivors have accepted that, the leader decides.
 
 When a leader dies, the next rank leads. Its ballots are higher, as ballots begin with the leader's rank and lost ranks
-never come back. What the leader before it may have decided was accepted by all that are left, so a report has it, and
+never come back. What the leader before it may have decided was accepted by all survivors, so a report has it, and
 it is proposed again: no two ranks hear different decisions. A rank that one member has lost is lost to all: where the
 link between two ranks broke and both are alive, one of them is told that the others go on without it. Where many links
 break and no rank is connected to all, the parts may decide apart: no quorum keeps them, as most ranks may have died.
@@ -43,7 +43,7 @@ class Step(NamedTuple):
 
 
 class Consensus:
-    """One member's part. `decided` is what all that are left agree on, None until then."""
+    """One member's part. `decided` is what all survivors agree on, None until then."""
 
     def __init__(self, rank: int, members: Sequence[int], send: Callable[[int, Step], None]) -> None:
         self.decided: tuple[int, ...] | None = None
@@ -146,7 +146,7 @@ class Consensus:
             self._lead()
 
     def _lead(self) -> None:
-        """All that are left have reported: propose, or decide what they have all accepted."""
+        """All survivors have reported: propose, or decide what they have all accepted."""
         own = (self._rank + 1) * BALLOTS_OF_A_LEADER
         others = (report for report in self._reports.values() if report.ballot < own)
         self._inherited = max(self._inherited, *others, key=lambda report: report.ballot)

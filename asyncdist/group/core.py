@@ -372,7 +372,7 @@ class GroupCore:
             case messages.Shrink():
                 self._survivors.hear(sender, message)
                 if self.team is not None:
-                    self.team.asked(self)
+                    self.team.agreement_begun(self)
 
     def bind_device(self, device: int | None) -> None:
         """Open communicators for arrays on that GPU at once, if all ranks do; None does nothing."""
@@ -540,7 +540,7 @@ class GroupCore:
     # Who is left.
 
     async def survivors(self, timeout_s: float | None) -> tuple[int, ...]:
-        """Abort the group, and return the global ranks that are left, as all that are left agree. See `shrink`."""
+        """Abort the group, and return the surviving global ranks, as all of them agree. See `shrink`."""
         self.check_usable("shrink")
         self._abort(aborted_by(self.world.rank, SHRUNK), "abort", SHRUNK, self.world.rank)
         return await self._survivors.agree(self.where("shrink"), Deadline.after(timeout_s, self.world.loop.time()))

@@ -212,7 +212,7 @@ class EndedGroup:
     """Stands in the place of a group that was closed here, so that no rank waits for what will never come.
 
     `issued` is how many collectives of each tag the group had, `order` what was made of the group, `words` what its
-    last collectives were. `survivors` hear who asks who is left. Where the world ends with the group, its goodbye says
+    last collectives were. `survivors` hear who asks who survives. Where the world ends with the group, its goodbye says
     all there is to say.
     """
 

@@ -133,7 +133,7 @@ class ProcessGroup(Operations):
         await self._core.close()
 
     async def shrink(self, timeout: Timeout = INHERIT) -> ProcessGroup:
-        """Make a group of the ranks that are left, in their order, once all of them call this; the ranks agree on who.
+        """Make a group of the surviving ranks, in their order, once all of them call this; the ranks agree on who.
 
         For what follows a `PeerLostError` or a `GroupAbortedError`. This group is aborted, and its ranks that have not
         noticed yet are told. Ranks that die meanwhile are left out as well: when it returns, all ranks of the new group

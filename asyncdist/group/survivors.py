@@ -1,4 +1,4 @@
-"""Survivors: what becomes known of a group's lost ranks, and the agreements of those that are left."""
+"""Survivors: what becomes known of a group's lost ranks, and the agreements of the survivors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AGREEMENTS_KEPT: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class RankLost:
-    """Global rank `rank` is gone: it has left in order, or `error` says how it was lost. `ranks` are left."""
+    """Global rank `rank` is gone: it has left in order, or `error` says how it was lost. `ranks` survive."""
 
     rank: int
     left: bool
@@ -84,10 +84,10 @@ class Survivors:
             await self._woken()
         return self._losses[number]
 
-    # ---- who is left
+    # ---- who survives
 
     async def agree(self, where: str, deadline: Deadline) -> tuple[int, ...]:
-        """Return the global ranks that are left, once all of them have called this. See `ProcessGroup.shrink`."""
+        """Return the surviving global ranks, once all of them have called this. See `ProcessGroup.shrink`."""
         agreement = self._agreement(self._ended + 1)  # the one that was given up before, if any
         agreement.begin([rank for rank in self._ranks if self._world.mesh.is_gone(rank) or rank in self._world.lost])
         loop = self._world.loop
@@ -100,8 +100,8 @@ class Survivors:
                 raise
             awaited = agreement.awaited
             raise CollectiveTimeoutError(
-                f"{where}: the ranks that are left have not agreed within {deadline.given_s:g} s; no answer from rank "
-                f"{spell_ranks(awaited)}: all that are left must call shrink",
+                f"{where}: the survivors have not agreed within {deadline.given_s:g} s; no answer from rank "
+                f"{spell_ranks(awaited)}: all survivors must call shrink",
                 awaited,
             ) from None
         self._ended += 1

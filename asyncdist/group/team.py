@@ -1,13 +1,13 @@
-"""Team: the ranks of a group that are left, whose all_reduce goes on without the others and says who took part.
+"""Team: the surviving ranks of a group, whose all_reduce goes on without the others and says who took part.
 
 An operation is issued in the group itself, which keeps its place in the order and finds ranks that differ. Then its
 ranks hold a barrier, in a group of the team's own: so a rank that returns knows that all others have the result. When a
-rank is lost, those that are left shrink the team's group and tell each other how many operations they have done. What
-all have done stands, although the lost rank's values are in it. What one of them has not done, none has returned: all
+rank is lost, the survivors shrink the team's group and exchange how many operations they have done. What all have done
+stands, although the lost rank's values are in it. What one of them has not done, none has returned: all
 begin it anew in the smaller group, with the copies that they keep of their arrays.
 
-A rank takes part in that whether it calls anything or not, as others may wait in a barrier that it has left. One that
-gives the group up, or closes it, tells the others to go on without it.
+A rank takes part in that whether it calls anything or not, as others may wait in a barrier that it has passed. One that
+gives the group up, or closes it, has the others go on without it.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
 __all__ = ["Reduced", "Team"]
 
 OPERATION: Final = "all_reduce"
-DETAIL: Final = "those that are left (on_lost='continue')"
+DETAIL: Final = "the survivors (on_lost='continue')"
 
 CLOSE_AGREEMENT_S: Final = 5.0
-"""How long closing waits for an agreement on who is left: those who need this rank's answer get it within a second,
+"""How long closing waits for an agreement on the survivors: those who need this rank's answer get it within a second,
 unless their loops are busy."""
 
 
 class Reduced(NamedTuple):
-    """The array, and the global ranks whose values are in it: the same on all ranks that are left."""
+    """The array, and the global ranks whose values are in it: the same on all survivors."""
 
     array: Any
     ranks: tuple[int, ...]
@@ -150,7 +150,7 @@ class Team:
         pending = self._pending.setdefault(tag, deque())
         pending.append(operation)
         if tag not in self._workers:
-            name = f"all_reduce of those left of group {self.core.name}, tag {tag}"
+            name = f"all_reduce of the survivors of group {self.core.name}, tag {tag}"
             self._workers[tag] = start_task(loop, self._work(tag, pending), name=name)
 
     # ---- one operation after the other, for each tag
@@ -204,7 +204,7 @@ class Team:
         if operation.issued is not None:
             operation.issued._retrieved = True
 
-    # ---- who is left
+    # ---- who survives
 
     def _enter(self, group: ProcessGroup) -> None:
         self._groups.append(group)
@@ -223,20 +223,20 @@ class Team:
         elif core is self.core and not _by_loss(error):
             current._abort(error, *how)  # who waits in a barrier there is to hear of it
 
-    def asked(self, core: GroupCore) -> None:
-        """Another rank has begun an agreement on the ranks that are left of the group of `core`."""
+    def agreement_begun(self, core: GroupCore) -> None:
+        """Another rank has begun an agreement on the survivors of the group of `core`."""
         if core is _core(self._groups[-1]):
             self._agree()
 
     def _agree(self) -> None:
         if self._agreement is None and self.ended is None:
-            name = f"who is left of group {self.core.name}"
+            name = f"survivors of group {self.core.name}"
             self._agreement = start_task(self.core.world.loop, self._agree_on(self._groups[-1]), name=name)
 
     async def _agree_on(self, group: ProcessGroup) -> None:
         try:
             if self.core.usable:  # nothing more is issued there, on any rank
-                cause = _core(group)._aborted or GroupAbortedError("others ask who is left")
+                cause = _core(group)._aborted or GroupAbortedError("others ask who survives")
                 self.core._abort(cause, FAILED, str(cause), getattr(cause, "rank", None))
             while True:
                 group = await group.shrink()
@@ -251,7 +251,7 @@ class Team:
             self._enter(group)
 
     async def _agreed(self, group: ProcessGroup, operation: _Operation) -> None:
-        """Wait for the agreement on the ranks that are left of `group`."""
+        """Wait for the agreement on the survivors of `group`."""
         loop, deadline = self.core.world.loop, operation.deadline
         where = self.core.where(OPERATION, operation.work.sequence)
         while group is self._groups[-1] and self.ended is None:
@@ -260,7 +260,7 @@ class Team:
             await asyncio.wait([self._agreement], timeout=deadline.remaining_s(loop.time()))
             if deadline.expired(loop.time()) and group is self._groups[-1] and self.ended is None:
                 missing = _core(group)._survivors.awaited or ()
-                text = f"{where}: the ranks that are left have not agreed within {deadline.given_s:g} s who they are"
+                text = f"{where}: the survivors have not agreed within {deadline.given_s:g} s who they are"
                 raise CollectiveTimeoutError(
                     text + (f"; no answer from rank {spell_ranks(missing)}" if missing else ""), missing
                 )

@@ -190,7 +190,7 @@ class Closed(GroupMessage):
 
 @dataclass(frozen=True)
 class Shrink(GroupMessage):
-    """A step of agreement `number` on who is left of the group; see `asyncdist.group.consensus`."""
+    """A step of agreement `number` on the survivors of the group; see `asyncdist.group.consensus`."""
 
     KIND = "shrink"
     SHAPE = (int, int, str, int, list, list)

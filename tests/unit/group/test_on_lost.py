@@ -219,7 +219,7 @@ def test_a_rank_that_does_not_come_is_named(lost: bool) -> None:
 def test_a_rank_whose_call_has_another_on_lost_is_named() -> None:
     async def main(group: Group) -> None:
         on_lost = "continue" if group.rank else "raise"
-        text = rf"rank {1 - group.rank}.*of those that are left \(on_lost='continue'\)"
+        text = rf"rank {1 - group.rank}.*of the survivors \(on_lost='continue'\)"
         with pytest.raises(CollectiveMismatchError, match=text):
             await dist.all_reduce(np.ones(1), on_lost=on_lost)
         with pytest.raises(GroupAbortedError):
