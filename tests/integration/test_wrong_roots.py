@@ -107,9 +107,9 @@ ROOTS = ("everyone its own", "the next", "one differs")
 thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
 
 
-@pytest.mark.slow("makes 48 groups on up to five ranks")
+@pytest.mark.slow("makes 48 groups")
 @pytest.mark.parametrize("transport", ["auto", "unix", "tcp"])
-@pytest.mark.parametrize("world_size", [3, 5, *map(thorough, (2, 4))])
+@pytest.mark.parametrize("world_size", [3, *map(thorough, (2, 4, 5))])
 @pytest.mark.parametrize("size", [4, 200_000, *map(thorough, (2000, 8 << 20))])
 def test_every_rank_reads_what_both_sides_run(world_size: int, size: int, transport: str) -> None:
     expect_both_sides(world_size, size, transport)

@@ -124,12 +124,13 @@ dist.run(main())
 """
 
 
-@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.thorough) for size in (2, 4))])
 def test_every_operation(size: int) -> None:
     job = mpirun(COLLECTIVES + OTHERS, size)
     assert (job.is_clean, job.stdout) == (True, "done\n" * size), job.said
 
 
+@pytest.mark.thorough
 def test_the_page() -> None:
     (script,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     job = mpirun(script, 2)

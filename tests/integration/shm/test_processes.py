@@ -206,13 +206,13 @@ def test_a_forked_child_touches_nothing() -> None:
     run_ranks(code, 3)
 
 
-@pytest.mark.slow("a short soak of 1,500 operations")
+@pytest.mark.slow("a short soak")
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_random_operations_on_ranks_that_are_stopped_at_random(seed: int) -> None:
     """`make soak` runs a million."""
-    soaked = soak(1500, 4, seed)
+    soaked = soak(800, 4, seed)
     assert not soaked.problem, str(soaked)
-    assert soaked.pauses > 10
+    assert soaked.pauses > 5
 
 
 def test_a_blocking_script_and_a_communication_thread() -> None:

@@ -22,8 +22,8 @@ import asyncdist as dist
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared on Linux only")
 
 
-EVERY = 3
-"""Of the calls every third is refused in one case, and the others in two more."""
+EVERY = 7
+"""Of the calls every seventh is refused in one case, and the others in six more."""
 
 
 class System:
