@@ -158,7 +158,7 @@ class Inline:
                 issued = peer.words[ISSUED]
                 if issued == number + 1:
                     peer.issued = issued
-                elif not turns.look_for(peer, number):
+                elif issued == peer.issued or not turns.look_for(peer, number):
                     return False
         return True
 
@@ -176,7 +176,7 @@ class Inline:
                 issued = peer.words[ISSUED]
                 if issued == number + 1:
                     peer.issued = issued
-                elif not turns.look_for(peer, number):
+                elif issued == peer.issued or not turns.look_for(peer, number):
                     return False
             if not ORDERED:
                 order()  # the count before the record
