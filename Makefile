@@ -74,7 +74,7 @@ $(VENV)/.torch: pyproject.toml | $(VENV)/.dev
 	@echo "installing torch into $(VENV)"
 	@$(PIP) install $$($(BIN)/python -c 'import tomllib; \
 	  extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
-	  print(*[one for one in extras["peers"] if one.startswith("torch")])')
+	  print(*[one for one in extras["peers"] if one.startswith(("torch", "expecttest"))])')
 	@touch $@
 
 # mpi4py, for tests that need it and the system's MPI.
