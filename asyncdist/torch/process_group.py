@@ -83,7 +83,7 @@ def operation(options: Any, count: int, *names: str) -> Callable[[Method], Metho
             tensor = first_tensor(arguments)
             if tensor is not None and not tensor.is_cpu:
                 return getattr(self._group_of(tensor.device), method.__name__)(*arguments, **named)
-            if named or (options is not None and type(arguments[-1]) is not options):
+            if named or not arguments or (options is not None and type(arguments[-1]) is not options):
                 arguments = _completed(options, count, names, arguments, named)
             return method(self, *arguments)
 
@@ -407,10 +407,11 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc] # torch is not type
         return type(self)(group, store, timeout)
 
     def abort(self) -> None:
-        """Give up what is under way, here and on all other ranks: it raises GroupAbortedError."""
+        """Give up what is under way, here and on all other ranks, where it raises GroupAbortedError; and leave."""
         if self._others is not None:
             self._others.abort()
         self.group.abort("the process group was aborted by torch.distributed")
+        self.shutdown()
 
     def shutdown(self) -> None:
         """Wait for what is under way and leave. What went wrong and was never asked about is a warning."""

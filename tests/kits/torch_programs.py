@@ -113,6 +113,82 @@ def env(rank: int, world_size: int, port: int) -> None:
     collectives(rank, world_size)
 
 
+def store_verbs(rank: int, world_size: int, port: int) -> None:
+    """asyncdist's store as torch's, itself and within PrefixStores."""
+    from asyncdist.torch import Store
+
+    mine = Store("127.0.0.1", port, "verbs", TIMEOUT)
+    for store in (dist.PrefixStore("b", dist.PrefixStore("a", mine)), mine):
+        if rank == 0:
+            store.set("key", "value")
+            store.append("key", "!")
+            store.multi_set(["x", "y"], ["1", "2"])
+        store.barrier("set", world_size)
+        assert store.get("key") == b"value!", store.get("key")
+        assert store.multi_get(["x", "y"]) == [b"1", b"2"]
+        store.add("count", rank + 1)
+        store.barrier("came", world_size)
+        assert store.add("count", 0) == 3
+        assert store.check(["x", "count"])
+        assert not store.check(["z"])
+        assert store.compare_set("x", "0", "9") == b"1"
+        store.barrier("compared", world_size)
+        if rank == 0:
+            assert store.delete_key("y")
+            assert not store.delete_key("y")
+    if rank == 0:
+        mine.queue_push("jobs", "one")
+        assert "x" in mine.list_keys()
+    else:
+        assert mine.queue_pop("jobs") == b"one"
+    with contextlib.suppress(dist.DistStoreError):
+        mine.wait(["never"], datetime.timedelta(milliseconds=50))
+        raise AssertionError("the key is there")
+    other = mine.clone()
+    assert other.get("x") == b"1"
+    assert other.timeout == TIMEOUT
+    other.close()
+    mine.close()
+    with contextlib.suppress(dist.DistNetworkError):
+        Store("127.0.0.1", 1, timeout=datetime.timedelta(seconds=0.2))
+        raise AssertionError("nobody listens there")
+
+
+def world_by_store(rank: int, world_size: int, port: int) -> None:
+    """A world that meets by such a store, and one that meets again by it."""
+    from asyncdist.torch import Store
+
+    mine = Store("127.0.0.1", port, "world", TIMEOUT)
+    for _ in range(2):
+        dist.init_process_group("asyncdist", store=mine, rank=rank, world_size=world_size, timeout=TIMEOUT)
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        assert tensor.item() == world_size
+        dist.destroy_process_group()
+    mine.close()
+
+
+def mixed_devices(rank: int, world_size: int, port: int) -> None:
+    """A group whose tensors of another device go to another backend."""
+    import torch.testing._internal.distributed.fake_pg
+
+    import asyncdist.torch
+
+    assert asyncdist.torch, torch.testing  # both register a backend
+    dist.init_process_group(
+        "cpu:asyncdist,meta:fake", store=store(port), rank=rank, world_size=world_size, timeout=TIMEOUT
+    )
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    assert tensor.item() == world_size
+    dist.all_reduce(torch.ones(1, device="meta"))
+    group = dist.new_group()
+    dist.all_gather([torch.ones(1, device="meta")] * world_size, torch.ones(1, device="meta"), group=group)
+    dist.all_reduce(tensor, group=group)
+    assert dist.get_backend(group) == "cpu:asyncdist,meta:fake"
+    dist.destroy_process_group()
+
+
 def hang(rank: int, world_size: int, port: int, key: str) -> None:
     """Wait for a key that never comes, until the store goes."""
     try:
@@ -128,7 +204,8 @@ def agent(rank: int, world_size: int, *arguments: str) -> None:
 
 
 PROGRAMS: dict[str, Callable[..., None]] = {
-    function.__name__: function for function in (race, hand_over, wait_and_set, gloo, env, hang, agent)
+    function.__name__: function
+    for function in (race, hand_over, wait_and_set, gloo, env, hang, agent, store_verbs, world_by_store, mixed_devices)
 }
 
 
