@@ -51,6 +51,8 @@ PYTHON = [pytest.param(code, id=f"{page.name}-{n}") for page in PAGES for n, cod
 def kind_of(code: str) -> str:
     if 'init_process_group("mpi")' in code:
         return "mpi"  # see tests/integration/mpi
+    if "asyncdist.torch" in code:
+        return "torch"  # see tests/integration/torch
     if any(mark in code for mark in SCRIPTS):
         return "script"
     if "ip netns" in code or "netns add" in code:

@@ -1,4 +1,4 @@
-"""Backend "asyncdist" of torch.distributed: collectives, messages, Works, groups and training, in the words of torch."""
+"""Backend "asyncdist" of torch.distributed: collectives, messages, Works, groups and training."""
 
 from __future__ import annotations
 
@@ -76,6 +76,7 @@ def world() -> Iterator[TorchWorld]:
     ranks.close()
 
 
+@pytest.mark.slow("the first case starts four ranks that import torch")
 @pytest.mark.parametrize("case", [*COLLECTIVES, *MESSAGES, *WORKS, *GROUPS, *TRAINING, *MISTAKES])
 def test_case(world: TorchWorld, case: str) -> None:
     world.run(case)

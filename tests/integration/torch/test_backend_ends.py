@@ -59,6 +59,7 @@ def entry_points(directory: Path) -> str:
     return str(directory)
 
 
+@pytest.mark.slow("imports torch")
 def test_torch_finds_the_backend_by_itself(tmp_path: Path) -> None:
     program = (
         "import sys, torch, torch.distributed as dist; "
@@ -96,6 +97,12 @@ def test_torchrun(daemon: Daemon, tmp_path: Path, rendezvous: str) -> None:
         str(tmp_path / "script.py"),
         PYTHONPATH=path,
     )
+
+
+@pytest.mark.slow("imports torch")
+def test_the_page_begins_with_a_program_that_runs() -> None:
+    code = (ROOT / "docs" / "torch.md").read_text().split("```python\n")[1].split("```")[0]
+    run("-c", code)
 
 
 def test_a_store_of_asyncdist(jobs: Jobs, daemon: Daemon) -> None:
