@@ -26,7 +26,7 @@ from asyncdist.arrays.reduce_op import PremulSum, ReduceOp
 from asyncdist.blocking.group import inner_of, session_of
 from asyncdist.errors import CollectiveTimeoutError, DistError, GroupAbortedError
 from asyncdist.torch.stores import store_of
-from asyncdist.torch.work import TIMED_OUT, Work, in_torch_words, outside_loop
+from asyncdist.torch.work import NO_TIMEOUT, TIMED_OUT, Work, in_torch_words, outside_loop
 
 __all__ = ["ProcessGroup", "create"]
 
@@ -36,6 +36,9 @@ BACKEND: Final = "asyncdist"
 CPU: Final = torch.device("cpu")
 OPTION_NAMES: Final = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
 """Arguments of the short forms, `group.broadcast(tensor, root)`, and what they are called in the options."""
+
+REDUCTIONS: Final = {getattr(dist.ReduceOp.RedOpType, op.name): op for op in ReduceOp}
+"""Ours by torch's."""
 
 _default: ProcessGroup | None = None
 """torch's default group, where it is ours."""
@@ -56,7 +59,7 @@ def arrays_of(tensors: Sequence[torch.Tensor]) -> list[Array]:
 
 def reduction_of(opts: Any) -> ReduceOp | PremulSum:
     kind, factor = opts.reduceOp.__getstate__()
-    op = ReduceOp[kind.name]
+    op = REDUCTIONS[kind]
     return op if op is not ReduceOp.PREMUL_SUM else op(factor)
 
 
@@ -150,7 +153,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc] # torch is not type
         The Work's result is `tensors`, once `finish` has had the operations' results. A profile shows `inputs`, which
         are `tensors` too unless given.
         """
-        timeout = self._timeout if opts is None or opts.timeout <= timedelta(0) else opts.timeout
+        timeout = self._timeout if opts is None or opts.timeout <= NO_TIMEOUT else opts.timeout
         profiled = torch.autograd._profiler_enabled()
         inner, session = self._inner, self._session
         if len(calls) == 1 and not profiled and opts is not None and not opts.asyncOp and self._coalescing is None:

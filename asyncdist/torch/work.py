@@ -23,7 +23,7 @@ import torch.distributed as dist
 from asyncdist import blocking
 from asyncdist.errors import CollectiveTimeoutError, DistError
 
-__all__ = ["Work", "callbacks", "outside_loop", "wait"]
+__all__ = ["NO_TIMEOUT", "TIMED_OUT", "Work", "callbacks", "in_torch_words", "outside_loop", "wait"]
 
 NO_TIMEOUT: Final = timedelta(0)
 """What torch passes where no time-out is given."""

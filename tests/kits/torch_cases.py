@@ -200,7 +200,7 @@ def gathers_objects(rank: int, size: int) -> None:
     every: list[Any] = [None] * size
     dist.all_gather_object(every, value)
     assert [each["rank"] for each in every] == list(range(size))
-    several = [value, None] if rank == 1 else [None, 3]
+    several: list[Any] = [value, None] if rank == 1 else [None, 3]
     dist.broadcast_object_list(several, 1)
     assert several[0]["nested"][1] == {1}
     assert several[1] is None
@@ -533,7 +533,7 @@ def trains_with_hook(rank: int, size: int, name: str) -> None:
 
 
 def trains_what_is_not_always_used(rank: int, size: int) -> None:
-    class Choosing(nn.Module):
+    class Choosing(nn.Module):  # type: ignore[misc] # torch is not typed here
         def __init__(self) -> None:
             super().__init__()
             self.ways = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)])

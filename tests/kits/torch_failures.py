@@ -191,5 +191,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    assert asyncdist.torch.ProcessGroup
+    asyncdist.torch.register()
     sys.exit(main())

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from typing import Any
+from typing import Any, TextIO
 
 from torch_kit import clean_environment
 
@@ -100,7 +100,7 @@ def main(size: int) -> None:
     import torch_cases  # noqa: F401 - once for all ranks
 
     torch.set_num_threads(1)
-    ranks = []
+    ranks: list[tuple[TextIO, TextIO]] = []
     with tempfile.TemporaryDirectory() as directory:
         for rank in range(size):
             cases, answers = os.pipe(), os.pipe()

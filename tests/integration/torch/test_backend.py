@@ -87,6 +87,7 @@ def test_hooks_of_distributed_data_parallel(world: TorchWorld, hook: str) -> Non
     world.run("trains_with_hook", hook)
 
 
+@pytest.mark.slow("files, and a thread that waits for other ranks")
 @pytest.mark.parametrize("case", ["saves_and_loads", "saves_in_the_background"])
 def test_distributed_checkpoints(world: TorchWorld, case: str, tmp_path: Path) -> None:
     world.run(case, str(tmp_path))
