@@ -19,9 +19,17 @@ __all__ = ["create_handler"]
 DEFAULT_PORT: Final = 29500
 
 
+class DaemonRendezvousBackend(C10dRendezvousBackend):  # type: ignore[misc] # torch is not typed here
+    """torch's own, by the name that torchrun was given."""
+
+    @property
+    def name(self) -> str:
+        return "asyncdist"
+
+
 def create_handler(parameters: Any) -> dynamic_rendezvous.DynamicRendezvousHandler:
     """Make the handler of torch's `RendezvousParameters`. What the agents write goes when the last of them is gone."""
     host, port = parse_rendezvous_endpoint(parameters.endpoint, DEFAULT_PORT)
     store = Store(host, port, f"torchrun/{parameters.run_id}")
-    backend = C10dRendezvousBackend(store, parameters.run_id)
+    backend = DaemonRendezvousBackend(store, parameters.run_id)
     return dynamic_rendezvous.create_handler(store, backend, parameters)
