@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -42,7 +43,8 @@ def store_of(given: dist.Store, group_id: str) -> store.Store:
         inner = inner.underlying_store
     if isinstance(inner, Store):
         return store.PrefixStore(f"torch/{group_id}", inner.inner)
-    return StoreOfTorch(given)
+    # torchrun's store has what the ranks before a restart left, and no leases that would tell which of them are gone.
+    return StoreOfTorch(dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", given))
 
 
 class StoreOfTorch(store.Store):
