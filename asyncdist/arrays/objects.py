@@ -8,6 +8,8 @@
 | 16 | | the skeleton: the object in msgpack (or pickle), without the elements of its arrays |
 | | | the arrays' elements, in the order in which the skeleton names them, each at a multiple of ALIGNMENT |
 
+Arrays above APART_BYTES may travel apart, each as a message of its own: then the skeleton only says what they are.
+
 None, bool, int of any size, float, complex, str, bytes, list, tuple, dict, set, frozenset, and numpy arrays and scalars
 of every dtype that can be sent travel exactly as they are, as do msgpack's ExtType and Timestamp; bytearray and
 memoryview arrive as bytes. Everything else, subclasses of these included, would lose its type, and is a TypeError that
@@ -32,7 +34,7 @@ import numpy as np
 from asyncdist.arrays.host import Array, decode_meta, encode_meta, host_array
 from asyncdist.errors import RemoteProtocolError
 
-__all__ = ["ALIGNMENT", "GPU_META", "MAX_DEPTH", "OBJECT_META", "decode", "encode"]
+__all__ = ["ALIGNMENT", "APART_BYTES", "GPU_META", "MAX_DEPTH", "OBJECT_META", "decode", "encode"]
 
 OBJECT_META: Final = b"\0object"
 """What travels before the bytes of an object, where a dtype and a shape travel before those of an array."""
@@ -42,6 +44,10 @@ GPU_META: Final = b"\0gpu"
 
 ALIGNMENT: Final = 64
 """Of arrays in the bytes: a cache line, and the widest vector register."""
+
+APART_BYTES: Final = 256 << 10
+"""Longest array that is copied into the bytes where arrays may travel apart: a message up to here goes at once, and is
+copied anyway."""
 
 MAX_DEPTH: Final = 64
 """Tuples and sets inside each other; each costs a call here and there. msgpack's own limit for the others is 511."""
@@ -67,6 +73,7 @@ _COMPLEX_NUMBER: Final = -125
 _LONG: Final = -124
 _ARRAY: Final = -123
 _SCALAR: Final = -122
+_APART: Final = -121
 
 _SEQUENCES: Final[dict[type, int]] = {tuple: _TUPLE, set: _SET, frozenset: _FROZENSET}
 _BUILDERS: Final[dict[int, Callable[[list[Any]], Any]]] = {_TUPLE: tuple, _SET: set, _FROZENSET: frozenset}
@@ -77,14 +84,16 @@ _PLAIN: Final = (
 )
 
 
-def encode(value: object, *, allow_pickle: bool = False) -> memoryview:
+def encode(value: object, *, allow_pickle: bool = False, apart: list[Array] | None = None) -> memoryview:
     """Return `value` as writable bytes; arrays in it are copied now.
+
+    With `apart`, arrays above APART_BYTES are appended to it instead, uncopied, and have to be sent behind the bytes.
 
     Raises TypeError for what cannot be encoded, naming its type and place, and ValueError for what is nested too
     deeply, itself included. `allow_pickle`: pickle the whole object where it cannot be encoded otherwise.
     """
     try:
-        return _Encoder().encode(value)
+        return _Encoder(apart).encode(value)
     except (TypeError, ValueError):
         if not allow_pickle:
             raise
@@ -95,10 +104,11 @@ def encode(value: object, *, allow_pickle: bool = False) -> memoryview:
     return _join(PICKLE, skeleton, [])
 
 
-def decode(data: memoryview, *, allow_pickle: bool = False) -> Any:
+def decode(data: memoryview, *, allow_pickle: bool = False, apart: list[Array] | None = None) -> Any:
     """Return the object that `data` encodes. Raises RemoteProtocolError for anything else.
 
-    Arrays in the object are views of `data`, writable if it is. Pickled objects are refused without `allow_pickle`.
+    Arrays in the object are views of `data`, writable if it is. Those that travel apart are made, appended to `apart`,
+    and have to be filled. Pickled objects are refused without `allow_pickle`, arrays apart without `apart`.
     """
     try:
         form, skeleton_bytes = _HEADER.unpack_from(data)
@@ -106,12 +116,12 @@ def decode(data: memoryview, *, allow_pickle: bool = False) -> Any:
             raise ValueError("no such format")
         skeleton = data[_HEADER.size : _HEADER.size + skeleton_bytes]
         if form == MSGPACK:
-            return _Decoder(data, _HEADER.size + skeleton_bytes).decode(skeleton)
+            return _Decoder(data, _HEADER.size + skeleton_bytes, apart).decode(skeleton)
         if len(data) != _HEADER.size + skeleton_bytes:
             raise ValueError("bytes behind the end")
     except RecursionError as error:
         raise RemoteProtocolError("the object is nested too deeply") from error
-    except (ValueError, TypeError, OverflowError, struct.error, msgpack.UnpackException) as error:
+    except (ValueError, TypeError, OverflowError, MemoryError, struct.error, msgpack.UnpackException) as error:
         raise RemoteProtocolError(f"the bytes are no object: {error or type(error).__name__}") from error
     if not allow_pickle:
         raise RemoteProtocolError("the object is pickled, and not every rank said allow_pickle=True")
@@ -124,9 +134,10 @@ def decode(data: memoryview, *, allow_pickle: bool = False) -> Any:
 class _Encoder:
     """One object on its way into bytes."""
 
-    __slots__ = ("_arrays", "_depth")
+    __slots__ = ("_apart", "_arrays", "_depth")
 
-    def __init__(self) -> None:
+    def __init__(self, apart: list[Array] | None) -> None:
+        self._apart = apart
         self._arrays: list[Array] = []
         self._depth = 0
 
@@ -170,6 +181,9 @@ class _Encoder:
             array = np.asarray(value)
             meta = encode_meta(array.dtype, array.shape)
             if kind is np.ndarray:
+                if self._apart is not None and array.nbytes > APART_BYTES:
+                    self._apart.append(array)
+                    return _own(_APART, meta)
                 self._arrays.append(array)
                 return _own(_ARRAY, meta)
             return _own(_SCALAR, meta + array.tobytes())
@@ -179,9 +193,10 @@ class _Encoder:
 class _Decoder:
     """One object on its way out of bytes; its arrays lie in `data` from `offset` on."""
 
-    __slots__ = ("_data", "_depth", "_offset")
+    __slots__ = ("_apart", "_data", "_depth", "_offset")
 
-    def __init__(self, data: memoryview, offset: int) -> None:
+    def __init__(self, data: memoryview, offset: int, apart: list[Array] | None) -> None:
+        self._apart = apart
         self._data = data
         self._offset = offset
         self._depth = 0
@@ -217,6 +232,10 @@ class _Decoder:
             return self._array(data)
         if code == _SCALAR:
             return _scalar(data)
+        if code == _APART and self._apart is not None:
+            dtype, shape = decode_meta(data)
+            self._apart.append(np.empty(shape, dtype))
+            return self._apart[-1]
         if code >= 0:
             return msgpack.ExtType(code, data)
         raise ValueError(f"extension {code} is unknown")
@@ -285,6 +304,8 @@ def _sendable(value: object) -> bool:
 
 
 def _join(form: int, skeleton: bytes, arrays: list[Array]) -> memoryview:
+    if not arrays:
+        return memoryview(bytearray(_HEADER.pack(form, len(skeleton)) + skeleton))
     starts = []
     end = _HEADER.size + len(skeleton)
     for array in arrays:

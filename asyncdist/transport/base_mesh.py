@@ -151,12 +151,12 @@ class BaseMesh:
         return core is None or core.give_up(message)
 
     def watch(self, group: bytes, watcher: UnexpectedWatcher) -> None:
-        """Tell `watcher` of messages of collectives of `group` (8 bytes) that come before their receives.
+        """Tell `watcher` of messages of `group` (8 bytes) that come before their receives.
 
         Those that are here already are told at once.
         """
         self.watchers[group] = watcher
-        for core in filter(None, self.cores):
+        for core in self._all_cores():
             core.tell_unexpected(group, watcher)
 
     def put_back(self, receive: Receive, payload: bytes) -> None:

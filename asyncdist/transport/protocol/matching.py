@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["AnySourceTable", "Discarded", "DroppedGroups", "ReceiveTable", "UnexpectedWatcher"]
 
 UnexpectedWatcher: TypeAlias = Callable[[int, bytes, Container[bytes]], None]
-"""unexpected(source, key, queue): a message of a collective came before its receive. `queue` has `key` until then."""
+"""unexpected(source, key, queue): a message came before its receive. `queue` has `key` until then."""
 
 Discarded: TypeAlias = Callable[[int, bytes], object]
 """discarded(source, meta): a message of a group that was dropped is thrown away."""

@@ -446,9 +446,9 @@ class Receiver:
         self._sender.kick()
 
     def tell_unexpected(self, group: bytes, watcher: UnexpectedWatcher) -> None:
-        """Tell `watcher` of the messages of collectives of `group` that no receive has met."""
-        for key in self._queues:
-            if key.startswith(group) and key[20] != POINT_TO_POINT:
+        """Tell `watcher` of the messages of `group` that no receive has met."""
+        for key in list(self._queues):
+            if key.startswith(group):
                 watcher(self.peer_rank, key, self._queues)
 
     def statistics(self) -> dict[str, int]:

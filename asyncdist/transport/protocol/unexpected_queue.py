@@ -82,7 +82,6 @@ class UnexpectedQueue:
         self.queues[key] = deque((message,))
         if between_two:
             self._any_source.holds(key, self._owner)
-            return
         watcher = self._watchers.get(key[:8])
         if watcher is not None:
             watcher(self._peer_rank, key, self.queues)
