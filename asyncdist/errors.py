@@ -16,6 +16,7 @@
     │   ├─ CollectiveTimeoutError    also a TimeoutError; .missing are global ranks
     │   ├─ CollectiveMismatchError   two ranks asked for different things; the message shows both; .peer
     │   └─ GroupAbortedError         .reason; .rank that started it, where known
+    ├─ RemoteError                   a function called on another rank raised; .rank, .kind, .traceback
     ├─ WaitTimeoutError              also a TimeoutError; Work.wait(timeout) gave up waiting, the operation goes on
     ├─ ClosedError                   you used something that is closed
     └─ LaunchError                   .exitcode, .rank of the first worker that failed
@@ -43,6 +44,7 @@ __all__ = [
     "LeaseLostError",
     "PeerLostError",
     "QueueEmptyError",
+    "RemoteError",
     "RemoteProtocolError",
     "StoreLimitError",
     "StoreTimeoutError",
@@ -144,6 +146,19 @@ class GroupAbortedError(CollectiveError):
         super().__init__(message)
         self.reason = reason
         self.rank = rank
+
+
+class RemoteError(DistError):
+    """A function that was called on another rank raised an exception there.
+
+    `rank` is that rank, `kind` the name of the exception's class, `traceback` its text, which is in the message, too.
+    """
+
+    def __init__(self, message: str, rank: int, kind: str = "", traceback: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.kind = kind
+        self.traceback = traceback
 
 
 class WaitTimeoutError(DistError, TimeoutError):

@@ -49,6 +49,9 @@ APART_BYTES: Final = 256 << 10
 """Longest array that is copied into the bytes where arrays may travel apart: a message up to here goes at once, and is
 copied anyway."""
 
+SMALL_BYTES: Final = 32 << 10
+"""Up to here it is faster to copy arrays twice than to place them."""
+
 MAX_DEPTH: Final = 64
 """Tuples and sets inside each other; each costs a call here and there. msgpack's own limit for the others is 511."""
 
@@ -158,7 +161,8 @@ class _Encoder:
 
     def _pack(self, value: object) -> bytes:
         # A packer of its own for every level: one that is in use cannot be entered again.
-        packed: bytes = msgpack.packb(value, default=self._extend, strict_types=True, unicode_errors="surrogatepass")
+        packer = msgpack.Packer(default=self._extend, strict_types=True, unicode_errors="surrogatepass")
+        packed: bytes = packer.pack(value)
         return packed
 
     def _extend(self, value: Any) -> msgpack.ExtType:
@@ -249,7 +253,7 @@ class _Decoder:
         if any(self._data[self._offset : start]):
             raise ValueError("bytes between two arrays")
         self._offset = start + nbytes
-        return np.frombuffer(self._data[start : self._offset], np.uint8).view(dtype).reshape(shape)
+        return np.ndarray(shape, dtype, self._data, start)
 
 
 def _own(code: int, data: bytes) -> msgpack.ExtType:
@@ -306,8 +310,14 @@ def _sendable(value: object) -> bool:
 def _join(form: int, skeleton: bytes, arrays: list[Array]) -> memoryview:
     if not arrays:
         return memoryview(bytearray(_HEADER.pack(form, len(skeleton)) + skeleton))
-    starts = []
     end = _HEADER.size + len(skeleton)
+    if end + sum([array.nbytes for array in arrays]) <= SMALL_BYTES:
+        parts = [_HEADER.pack(form, len(skeleton)), skeleton]
+        for array in arrays:
+            parts += (bytes(-end % ALIGNMENT), array.tobytes())
+            end += -end % ALIGNMENT + array.nbytes
+        return memoryview(bytearray().join(parts))
+    starts = []
     for array in arrays:
         starts.append(end + -end % ALIGNMENT)
         end = starts[-1] + array.nbytes

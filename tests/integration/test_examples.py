@@ -51,6 +51,12 @@ PRINTED = {
     "pipeline": ["[rank 3] pipeline: 8 pieces of 32 rows through 4 layers"],
 }
 """What the short examples print on four ranks, with asyncio and without."""
+CALLS = {
+    "rpc_parameter_server": "[rank 0] parameter server: [ 3. -2.  1.] after 450 gradients",
+    "rpc_model_parallel": "[rank 0] model over two ranks: 200 steps, the loss fell well",
+    "rpc_actors": "[rank 0] actors: 60 games, 720 batches, learned to go right: yes",
+}
+"""The same of those that call other ranks, which need asyncio."""
 
 
 def launch(ranks: int, script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -111,6 +117,13 @@ def test_the_short_examples_print_what_they_say(tmp_path: Path) -> None:
     assert sorted(done.stdout.splitlines()) == sorted(2 * [line for lines in PRINTED.values() for line in lines])
 
 
+@pytest.mark.slow("runs three examples on four ranks")
+def test_the_examples_of_calls_print_what_they_say(tmp_path: Path) -> None:
+    done = run_one_after_another(4, tmp_path, [EXAMPLES / f"{name}.py" for name in CALLS])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines() == list(CALLS.values())
+
+
 @pytest.mark.parametrize("name", PRINTED)
 def test_examples_without_asyncio_differ_by_little_else(name: str) -> None:
     asynchronous, blocking = (
@@ -123,6 +136,7 @@ def test_examples_without_asyncio_differ_by_little_else(name: str) -> None:
 def test_every_example_is_tested_and_says_how_to_run_it() -> None:
     files = set(EXAMPLES.glob("*.py"))
     assert files == {EXAMPLES / f"{name}{variant}.py" for name in PRINTED for variant in ("", "_blocking")} | {
+        *(EXAMPLES / f"{name}.py" for name in CALLS),
         DEMO,
         UPDATE,
         GPU_UPDATE,

@@ -150,13 +150,22 @@ class Reader:
                 entry = entries.pop(key, None)
                 if entry.__class__ is Receive:
                     view = entry.target
+                    meta = entry.expects
                     if view is None:
                         view = entry.view
-                    if view is not None and len(view) == length and scratch[head:body] == entry.expects:
+                        if view is None:  # of any length
+                            meta = self._meta(meta_bytes, body)
+                            view = receiver.target_or_fail(entry, length, meta)
+                            if view is None:
+                                self._windows[key[20]].owe(length + meta_bytes + MESSAGE_OVERHEAD_BYTES)
+                                start = body + length
+                                frames += 1
+                                continue
+                    if len(view) == length and scratch[head:body] == meta:
                         start = body + length
                         view[:] = scratch[body:start]
                         entry.nbytes = length
-                        entry.meta = entry.expects
+                        entry.meta = meta
                         entry.fingerprint = fingerprint
                         entry.state = _RECEIVED
                         window = self._windows[key[20]]

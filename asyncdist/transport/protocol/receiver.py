@@ -197,7 +197,7 @@ class Receiver:
         return True
 
     def _complete(self, receive: Receive, meta: bytes, fingerprint: int, payload: bytes | memoryview) -> None:
-        view = self._target_or_fail(receive, len(payload), meta)
+        view = self.target_or_fail(receive, len(payload), meta)
         if view is not None:
             view[:] = payload
             receive.nbytes = len(payload)
@@ -232,7 +232,7 @@ class Receiver:
             return EarlyStream(meta, header.fingerprint, key, length)
         self.windows[key[20]].owe(length + len(meta) + MESSAGE_OVERHEAD_BYTES)
         self.pulls.cancel_early(receive)
-        view = self._target_or_fail(receive, length, meta)
+        view = self.target_or_fail(receive, length, meta)
         if view is None:
             return Stream(None, None, length)
         receive.meta, receive.fingerprint = meta, header.fingerprint
@@ -257,7 +257,7 @@ class Receiver:
         if receive is None and key not in self._dropped:
             self._unexpected.add_offer(key, length, meta, fingerprint, message_id, bool(flags & Flag.ASKED))
             return
-        view = self._target_or_fail(receive, length, meta) if receive is not None else None
+        view = self.target_or_fail(receive, length, meta) if receive is not None else None
         if receive is None or view is None:
             flags = Flag.ABORT if receive is None else 0
             self._sender.queue.push_reply(pack_header(Kind.DISCARD, flags=flags, message_id=message_id))
@@ -365,7 +365,8 @@ class Receiver:
             )
         return target
 
-    def _target_or_fail(self, receive: Receive, length: int, meta: bytes) -> memoryview | None:
+    def target_or_fail(self, receive: Receive, length: int, meta: bytes) -> memoryview | None:
+        """Where `length` bytes go; None if the receive cannot take them, and has failed."""
         try:
             return self._target(receive, length, meta)
         except Exception as error:
