@@ -117,6 +117,7 @@ soak: $(VENV)/.dev
 	$(BIN)/python tests/soak/kill_soak.py --kills $(KILLS)
 	$(BIN)/python tests/soak/checkpoint_soak.py --kills 50
 	$(BIN)/python tests/soak/weights_soak.py --minutes 5 --servers 16
+	$(BIN)/python tests/soak/rpc_soak.py
 	for deaths in 1 2; do $(BIN)/python tests/soak/shrink_soak.py --trials 100 --deaths $$deaths || exit 1; done
 	$(BIN)/python tests/soak/vanish_soak.py --trials 6
 	$(BIN)/python tests/soak/spmd_soak.py --seconds $(SECONDS)

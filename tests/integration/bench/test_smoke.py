@@ -55,6 +55,12 @@ def test_steps_of_training_are_compared() -> None:
     assert "2 ranks, 4 steps of each, weights alike" in done.stdout, done.stderr
 
 
+def test_echoes_are_compared() -> None:
+    command = [sys.executable, "-m", "bench.rpc", "--calls", "20", "--rounds", "2"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.count("round trip") == done.stdout.count("asyncdist.rpc") == 2, done.stderr
+
+
 def assert_measured(cells: list[Cell]) -> None:
     assert cells
     for cell in cells:
