@@ -6,6 +6,7 @@ python tests/soak/rpc_soak.py --calls 100000
 from __future__ import annotations
 
 import asyncio
+import gc
 import multiprocessing
 import os
 import random
@@ -31,8 +32,11 @@ CALLEES = (1, 2, 3)
 KILLED = 3
 AT_A_TIME = 500
 CANCELLED = 0.05
-GROWTH_BYTES = 16 << 20
-"""Memory that a rank may have more at the end than after the first tenth, of whatever allocators keep."""
+GROWTH_BYTES = 32 << 20
+"""Memory that a rank may have more at the end than after the first tenth: allocators keep what a burst has needed."""
+GROWTH_OBJECTS = 1000
+"""The same of Python's objects, which are counted."""
+UNDER_WAY = ("calls issued", "calls waiting", "calls running", "objects", "tasks", "sends")
 FORK = multiprocessing.get_context("fork")
 
 
@@ -67,7 +71,9 @@ def soak_die() -> None:
 @rpc.register
 def soak_left() -> dict[str, int]:
     """What this rank has under way beside this call, and its memory."""
-    return rpc.statistics() | {"all tasks": len(asyncio.all_tasks()), "bytes": psutil.Process().memory_info().rss}
+    gc.collect()
+    memory = {"bytes": psutil.Process().memory_info().rss, "python objects": len(gc.get_objects())}
+    return rpc.statistics() | {"all tasks": len(asyncio.all_tasks())} | memory
 
 
 async def echo(rank: int, value: int) -> Any:
@@ -117,12 +123,14 @@ async def call_all(calls: int, seed: int) -> tuple[Counter[str], list[dict[str, 
             asyncio.get_running_loop().call_soon(rpc.call, KILLED, "soak_die")
         async with asyncio.timeout(60):
             await asyncio.wait(tasks)
+        del task, tasks  # whose exceptions hold their frames, and so references
     after = await left()
     assert ends.total() == calls, f"{calls} calls have ended {ends.total()} times: {ends}"
     assert not ends["wrong"], ends
     for rank, (early, late) in enumerate(zip(before, after, strict=True)):
-        grown = late["bytes"] - early["bytes"]
-        assert grown <= GROWTH_BYTES, f"rank {rank} has grown by {grown >> 20} MiB"
+        for what, most in (("bytes", GROWTH_BYTES), ("python objects", GROWTH_OBJECTS)):
+            grown = late[what] - early[what]
+            assert grown <= most, f"rank {rank} has {grown} {what} more than before"
     return ends, after
 
 
@@ -137,12 +145,12 @@ def _end_of(task: asyncio.Future[Any], number: int) -> str:
 
 async def left() -> list[dict[str, int]]:
     """Of the ranks that live to the end, once what was cancelled is over there."""
-    async with asyncio.timeout(60):
-        while True:
-            found = [soak_left(), *[await rpc.call(rank, "soak_left") for rank in CALLEES if rank != KILLED]]
-            if not any(value for one in found for name, value in one.items() if name not in ("all tasks", "bytes")):
-                return found
-            await asyncio.sleep(0.01)
+    for _ in range(1000):
+        found = [soak_left(), *[await rpc.call(rank, "soak_left") for rank in CALLEES if rank != KILLED]]
+        if not any(one[name] for one in found for name in UNDER_WAY):
+            return found
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"still under way or kept: {found}")
 
 
 def run_rank(rank: int, port: int, calls: int, seed: int, tell: Connection) -> None:

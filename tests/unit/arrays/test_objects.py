@@ -15,7 +15,7 @@ import pytest
 
 from asyncdist.arrays import objects
 from asyncdist.arrays.host import encode_meta
-from asyncdist.arrays.objects import ALIGNMENT, MAX_DEPTH, MAX_DEPTH_OF_DEEP, MAX_LISTS, decode, encode
+from asyncdist.arrays.objects import ALIGNMENT, APART_BYTES, MAX_DEPTH, MAX_DEPTH_OF_DEEP, MAX_LISTS, decode, encode
 from asyncdist.errors import RemoteProtocolError
 
 
@@ -127,6 +127,30 @@ def test_arrays_are_writable_aligned_and_apart_from_what_was_encoded() -> None:
         assert (array.ctypes.data - base) % ALIGNMENT == 0
         array += 1
     assert not any(np.may_share_memory(a, b) for a in decoded for b in decoded if a is not b)
+
+
+def test_large_arrays_may_travel_apart() -> None:
+    small, limit = np.arange(3), np.zeros(APART_BYTES, np.uint8)
+    large = np.arange(APART_BYTES + 1, dtype=np.uint8)
+    value = {"small": small, "limit": limit, "large": [large, (large[:0], large.reshape(1, -1))]}
+    sent: list[Any] = []
+    octets = encode(value, apart=sent)
+    assert [array.shape for array in sent] == [large.shape, (1, *large.shape)]
+    assert sent[0] is large
+    made: list[Any] = []
+    came = decode(octets, apart=made)
+    for array, elements in zip(made, sent, strict=True):
+        array[...] = elements
+    assert same(came, value)
+    with pytest.raises(RemoteProtocolError, match="extension"):
+        decode(octets)
+
+
+def test_an_array_apart_that_no_memory_could_hold_is_refused() -> None:
+    meta = encode_meta(np.dtype(np.uint8), (1 << 62,))
+    vast = bytes((0xC7, len(meta), objects._APART & 0xFF)) + meta
+    with pytest.raises(RemoteProtocolError):
+        decode(memoryview(struct.pack("<B7xQ", 1, len(vast)) + vast), apart=[])
 
 
 @pytest.mark.parametrize(
