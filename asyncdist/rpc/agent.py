@@ -20,8 +20,8 @@ from asyncdist.errors import DistError, GroupAbortedError, PeerLostError
 from asyncdist.group.core import GroupCore
 from asyncdist.group.default_group import Group, required_peer, resolve
 from asyncdist.group.process_group import ProcessGroup
-from asyncdist.rpc.calls import Call, Callee, Items
-from asyncdist.rpc.messages import CALL, CALLS, CREATE, GONE, HEAD, RELEASE, Keys, Outbox
+from asyncdist.rpc.calls import Call, Callee, Items, Lease
+from asyncdist.rpc.messages import CALL, CALLS, CREATE, GONE, HEAD, RELEASE, STREAM, Keys, Outbox
 from asyncdist.rpc.serving import Caller
 from asyncdist.transport.base_mesh import BaseMesh
 from asyncdist.work import Work, until_ended
@@ -86,7 +86,6 @@ class Agent:
         self.untold = core.untold
         self._tasks: set[asyncio.Future[Any]] = set()
         self._numbers = 0
-        self._unreachable: deque[tuple[int, int]] = deque()
         self._serving = start_task(self.loop, self._serve(), name=f"rpc of group {group.name}")
         for rank in group.ranks:
             if self.mesh.is_connected(rank):
@@ -103,21 +102,13 @@ class Agent:
         rank = required_peer(self.group, rank, None, "rank")
         return self.callees.get(rank) or self.callees.setdefault(rank, Callee(self, rank))
 
-    def reference(self, call: Call) -> Reference:
+    def reference(self, rank: int, number: int) -> Reference:
         """What a CREATE call gives."""
-        return Reference(self, call._callee, call.number)
+        return Reference(self, Lease(rank, number, self.loop, self._release))
 
-    def release_later(self, rank: int, number: int) -> None:
-        """A reference was garbage: tell its rank, but not from wherever it was collected."""
-        self._unreachable.append((rank, number))
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self.loop.call_soon_threadsafe(self._release)
-
-    def _release(self) -> None:
-        while self._unreachable:
-            rank, number = self._unreachable.popleft()
-            if not self.closing:
-                self.callee(rank).note(RELEASE, number)
+    def _release(self, rank: int, number: int) -> None:
+        if not self.closing:
+            self.callee(rank).note(RELEASE, number)
 
     # Serving.
 
@@ -146,7 +137,8 @@ class Agent:
 
     async def finish(self) -> None:
         """Wait for this rank's own calls, then until every other rank has come here, or is gone."""
-        await until_ended([call for callee in self.callees.values() for call in [*callee.under_way, *callee.waiting]])
+        calls = [call for callee in self.callees.values() for call in [*callee.under_way, *callee.waiting]]
+        await until_ended([call for call in calls if call.kind != STREAM])  # who iterates those?
         try:
             await self.group.barrier(tag=TAG, timeout=None)
         except (PeerLostError, GroupAbortedError):
@@ -160,20 +152,28 @@ class Agent:
         for callee in self.callees.values():
             for call in [*callee.waiting, *callee.under_way]:
                 call.cancel()
-        for caller in self.callers.values():
+        for caller in list(self.callers.values()):
             caller.end()
-        self._serving.cancel()
-        while self.arrivals.done():
-            self.arrivals.take().handle()  # refuses what is here
-        with contextlib.suppress(TimeoutError):
+        try:
             async with asyncio.timeout(CLOSE_S):
-                await asyncio.wait([self._serving, *self._tasks])
+                while self._tasks:
+                    await asyncio.wait(self._tasks)
                 emptied = asyncio.Event()
                 self.outbox.emptied = emptied.set
-                if self.outbox.sending:
+                while self.outbox.sending:
+                    emptied.clear()
                     await emptied.wait()
-        self.mesh.watchers.pop(self.keys.group, None)
-        self.mesh.drop_group(self.keys.group, partial(_refuse, self.mesh, self.keys))
+                self._serving.cancel()
+                await asyncio.wait([self._serving])
+        except TimeoutError:
+            self._serving.cancel()
+        finally:
+            while self.arrivals.done():
+                self.arrivals.take().handle()  # which refuses it
+            for caller in list(self.callers.values()):
+                caller.leave()
+            self.mesh.watchers.pop(self.keys.group, None)
+            self.mesh.drop_group(self.keys.group, partial(_refuse, self.mesh, self.keys))
 
 
 def _refuse(mesh: BaseMesh, keys: Keys, source: int, head: bytes) -> None:
@@ -235,14 +235,14 @@ def call(rank: int, name: str, /, *args: Any, timeout: Timeout = None, group: Gr
     soon as it is lost, or serves no more; CollectiveTimeoutError; TypeError and ValueError at the call for what cannot
     be sent; RuntimeError outside of `serve`.
     """
-    return _issue(_agent_of(group), CALL, rank, name, 0, args, kwargs, timeout)
+    return _issue(_agent_of(group), CALL, rank, name, None, args, kwargs, timeout)
 
 
 def create(
     rank: int, name: str, /, *args: Any, timeout: Timeout = None, group: Group = None, **kwargs: Any
 ) -> Work[Reference]:
     """As `call`, but what the function (or class) gives stays on `rank`; `await` gives a `Reference` to it."""
-    return _issue(_agent_of(group), CREATE, rank, name, 0, args, kwargs, timeout)
+    return _issue(_agent_of(group), CREATE, rank, name, None, args, kwargs, timeout)
 
 
 def stream(rank: int, name: str, /, *args: Any, group: Group = None, **kwargs: Any) -> AsyncGenerator[Any, None]:
@@ -253,7 +253,7 @@ def stream(rank: int, name: str, /, *args: Any, group: Group = None, **kwargs: A
     The call is issued when the first item is asked for. The generator is at most 8 items ahead. When the iteration
     ends early (`aclose()`, or cancelling), it is cancelled. Raises as `call`, behind the items that came before.
     """
-    return _iterate(_agent_of(group), rank, name, 0, args, kwargs)
+    return _iterate(_agent_of(group), rank, name, None, args, kwargs)
 
 
 def statistics(group: Group = None) -> dict[str, int]:
@@ -276,47 +276,38 @@ class Reference:
     So the lease of an object is its holder's connection: nothing is renewed, and nothing is left behind.
     """
 
-    def __init__(self, agent: Agent, callee: Callee, number: int) -> None:
+    def __init__(self, agent: Agent, lease: Lease) -> None:
         self._agent = agent
-        self._number = number
-        self._released = False
-        self.rank = callee.rank
+        self._lease: Lease | None = lease
+        self.rank = lease.rank
         """Where the object is."""
 
     def __repr__(self) -> str:
-        return f"<Reference to an object on rank {self.rank}{' (released)' if self._released else ''}>"
+        return f"<Reference to an object on rank {self.rank}{'' if self._lease else ' (released)'}>"
 
     def call(self, method: str, /, *args: Any, timeout: Timeout = None, **kwargs: Any) -> Work[Any]:
         """Call a method of the object, which must be public (no `_` before its name); see `rpc.call`."""
-        return _issue(self._usable(), CALL, self.rank, method, self._number, args, kwargs, timeout)
+        return _issue(self._agent, CALL, self.rank, method, self._held(), args, kwargs, timeout)
 
     def stream(self, method: str, /, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         """Iterate over what an asynchronous generator method of the object yields; see `rpc.stream`."""
-        return _iterate(self._usable(), self.rank, method, self._number, args, kwargs)
+        return _iterate(self._agent, self.rank, method, self._held(), args, kwargs)
 
     def release(self) -> None:
-        """The object is not needed any more; its rank lets it go behind the calls issued before. Idempotent."""
-        if not self._released:
-            self._released = True
-            if not self._agent.closing:
-                self._agent.callee(self.rank).note(RELEASE, self._number)
+        """The object is not needed any more: its rank drops it once the calls issued before have ended. Idempotent."""
+        self._lease = None
 
-    def _usable(self) -> Agent:
-        if self._released or self._agent.closing:
-            why = "it is released" if self._released else "its rpc.serve() has ended"
+    def _held(self) -> Lease:
+        if self._lease is None or self._agent.closing:
+            why = "its rpc.serve() has ended" if self._lease else "it is released"
             raise RuntimeError(f"{self!r}: {why}")
-        return self._agent
+        return self._lease
 
     def __enter__(self) -> Reference:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.release()
-
-    def __del__(self) -> None:
-        if not self._released:
-            self._released = True
-            self._agent.release_later(self.rank, self._number)
 
 
 def _agent_of(group: Group) -> Agent:
@@ -330,11 +321,11 @@ def _agent_of(group: Group) -> Agent:
 
 
 def _issue(
-    agent: Agent, kind: int, rank: int, name: str, target: int, args: Any, kwargs: Any, timeout: Timeout
+    agent: Agent, kind: int, rank: int, name: str, lease: Lease | None, args: Any, kwargs: Any, timeout: Timeout
 ) -> Call:
     timeout_s = None if timeout is None else timeout_seconds(timeout, agent.group.timeout_s)
     callee = agent.callees.get(rank) or agent.callee(rank)
-    made = Call(callee, kind, name, target, args, kwargs)
+    made = Call(callee, kind, name, lease, args, kwargs)
     callee.issue(made)
     if timeout_s is not None and not made._done:
         made.expire_after(timeout_s)
@@ -342,10 +333,10 @@ def _issue(
 
 
 async def _iterate(
-    agent: Agent, rank: int, name: str, target: int, args: Any, kwargs: Any
+    agent: Agent, rank: int, name: str, lease: Lease | None, args: Any, kwargs: Any
 ) -> AsyncGenerator[Any, None]:
     callee = agent.callee(rank)
-    items = Items(callee, name, target, args, kwargs)
+    items = Items(callee, name, lease, args, kwargs)
     callee.issue(items)
     async with contextlib.aclosing(items.iterate()) as iterated:
         async for item in iterated:

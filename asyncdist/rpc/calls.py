@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import OrderedDict, deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from asyncdist.arrays.host import Array
@@ -39,7 +39,7 @@ from asyncdist.work import Work
 if TYPE_CHECKING:
     from asyncdist.rpc.agent import Agent
 
-__all__ = ["AHEAD", "Call", "Callee", "Items"]
+__all__ = ["AHEAD", "Call", "Callee", "Items", "Lease"]
 
 AHEAD: Final = 8
 """Items of a stream that its callee may send before they are asked for: enough to keep both ranks busy."""
@@ -66,6 +66,7 @@ class Callee:
     def ended(self, call: Call) -> None:
         """A call has its last answer, or will never have it: others may go."""
         self.under_way.discard(call)
+        call.lease = None
         if not self._begins:  # where the rank is lost each call that begins ends at once
             self._begins = True
             while self.waiting and len(self.under_way) < self.agent.max_calls:
@@ -80,15 +81,36 @@ class Callee:
             self.agent.outbox.post(self.rank, self.agent.keys.requests, HEAD.pack(kind, number, argument))
 
 
+class Lease:
+    """What keeps an object on another rank: held by its reference, and by each call of it that is under way.
+
+    When nobody holds it, `release` is called in a later turn of the loop, as it may be collected anywhere.
+    """
+
+    def __init__(
+        self, rank: int, number: int, loop: asyncio.AbstractEventLoop, release: Callable[[int, int], None]
+    ) -> None:
+        self.rank = rank
+        self.number = number
+        self._loop = loop
+        self._release = release
+
+    def __del__(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._release, self.rank, self.number)
+
+
 class Call(Work[Any], Inbox):
     """A call under way. Done with its answer, or before it: when it is cancelled or its time is up.
 
     When the last waiter is cancelled, so is the call. Either way the receive of its answer stays until that is here.
     """
 
-    __slots__ = ("_apart", "_callee", "_name", "_ops", "_payload", "_timer", "kind", "number", "octets", "target")
+    __slots__ = ("_apart", "_callee", "_name", "_ops", "_payload", "_timer", "kind", "lease", "number", "octets")
 
-    def __init__(self, callee: Callee, kind: int, name: str, target: int, args: Sequence[Any], kwargs: Any) -> None:
+    def __init__(
+        self, callee: Callee, kind: int, name: str, lease: Lease | None, args: Sequence[Any], kwargs: Any
+    ) -> None:
         agent = callee.agent
         self._apart: list[Array] = []
         self._payload: memoryview | None = encode([name, list(args), kwargs], apart=self._apart)
@@ -100,7 +122,7 @@ class Call(Work[Any], Inbox):
         self._timer: asyncio.TimerHandle | None = None
         self.kind = kind
         self.number = agent.next_number()
-        self.target = target
+        self.lease = lease
 
     @property
     def where(self) -> str:
@@ -117,12 +139,13 @@ class Call(Work[Any], Inbox):
         callee, payload = self._callee, self._payload
         agent, rank = callee.agent, callee.rank
         assert payload is not None, "a call is sent once"
+        target = self.lease.number if self.lease is not None else 0
         self._payload = None
         self.post_receive(agent.mesh, rank, agent.keys.answer(self.number))
         if self._done:  # the callee is lost
             return
         try:
-            agent.outbox.post(rank, agent.keys.requests, HEAD.pack(self.kind, self.number, self.target), payload)
+            agent.outbox.post(rank, agent.keys.requests, HEAD.pack(self.kind, self.number, target), payload)
             if self._apart:
                 self._ops = agent.outbox.post_arrays(rank, agent.keys.request_arrays(self.number), self._apart)
                 self._apart = []
@@ -154,6 +177,7 @@ class Call(Work[Any], Inbox):
         callee = self._callee
         if self._payload is not None:  # it is not sent yet
             del callee.waiting[self]
+            self.lease = None
             self._payload = None
             self._apart = []
         else:
@@ -222,7 +246,8 @@ class Call(Work[Any], Inbox):
             if kind == RESULT and self.kind == CREATE:
                 self._callee.note(RELEASE, self.number)
         elif kind == RESULT:
-            self._finish(self._callee.agent.reference(self) if self.kind == CREATE else value)
+            agent, rank = self._callee.agent, self._callee.rank
+            self._finish(agent.reference(rank, self.number) if self.kind == CREATE else value)
         elif kind == FAILURE:
             self._fail(self._failure(value))
         else:
@@ -246,8 +271,8 @@ class Items(Call):
 
     __slots__ = ("_arrival", "_items")
 
-    def __init__(self, callee: Callee, name: str, target: int, args: Sequence[Any], kwargs: Any) -> None:
-        super().__init__(callee, STREAM, name, target, args, kwargs)
+    def __init__(self, callee: Callee, name: str, lease: Lease | None, args: Sequence[Any], kwargs: Any) -> None:
+        super().__init__(callee, STREAM, name, lease, args, kwargs)
         self._items: deque[Any] = deque()
         self._arrival: asyncio.Future[None] | None = None
 

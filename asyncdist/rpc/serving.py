@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from asyncdist.arrays.host import Array
 from asyncdist.arrays.objects import decode, encode
-from asyncdist.errors import DistError, RemoteProtocolError
+from asyncdist.errors import ClosedError, DistError, DistNetworkError, PeerLostError, RemoteProtocolError
 from asyncdist.rpc.calls import AHEAD
 from asyncdist.rpc.messages import (
     CALLS,
@@ -76,6 +76,8 @@ class Caller(Inbox):
 
     def message_failed(self, token: object, error: BaseException) -> None:
         """The rank is gone: so are its calls and its objects."""
+        if not isinstance(error, PeerLostError | ClosedError):  # no memory for its message
+            self.agent.mesh.break_pair(self.rank, DistNetworkError(f"a call of rank {self.rank} fails here: {error}"))
         self.agent.callers.pop(self.rank, None)
         self.end()
 
@@ -84,6 +86,12 @@ class Caller(Inbox):
         self.objects.clear()
         for number in list(self.running):
             self._cancel(number)
+
+    def leave(self) -> None:
+        """Answer those that go on although they are cancelled: they are not waited for."""
+        while self.running:
+            number, _ = self.running.popitem()
+            self._fail(number, asyncio.CancelledError())
 
     def handle(self) -> None:
         """Do what the message says, and receive the next one."""
@@ -180,7 +188,8 @@ class Caller(Inbox):
 
     def _ended(self, kind: int, number: int, task: asyncio.Future[Any]) -> None:
         """The task of a call has ended, be it before it began."""
-        del self.running[number]
+        if self.running.pop(number, None) is None:  # nobody waits any more
+            return
         if task.cancelled():
             self._fail(number, asyncio.CancelledError())
         elif (error := task.exception()) is not None:
@@ -208,7 +217,7 @@ class Caller(Inbox):
             result = None
         try:
             self._send(RESULT, number, result)
-        except (TypeError, ValueError) as error:  # it cannot be encoded
+        except Exception as error:  # it cannot be encoded, or there is no memory for it
             self._fail(number, error)
 
     def _fail(self, number: int, error: BaseException) -> None:

@@ -14,6 +14,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,7 @@ async def call_all(calls: int, seed: int) -> tuple[Counter[str], list[dict[str, 
         tasks = []
         for number in range(first, min(first + AT_A_TIME, calls)):
             task = asyncio.ensure_future(rng.choice(KINDS)(rng.choice(CALLEES), number))
-            task.add_done_callback(lambda task, number=number: ends.update([_end_of(task, number)]))
+            task.add_done_callback(partial(_count, ends, number))
             if rng.random() < CANCELLED:
                 asyncio.get_running_loop().call_later(rng.choice((0, 1e-4, 1e-3, 1e-2)), task.cancel)
             tasks.append(task)
@@ -132,6 +133,10 @@ async def call_all(calls: int, seed: int) -> tuple[Counter[str], list[dict[str, 
             grown = late[what] - early[what]
             assert grown <= most, f"rank {rank} has {grown} {what} more than before"
     return ends, after
+
+
+def _count(ends: Counter[str], number: int, task: asyncio.Future[Any]) -> None:
+    ends[_end_of(task, number)] += 1
 
 
 def _end_of(task: asyncio.Future[Any], number: int) -> str:

@@ -85,6 +85,15 @@ async def count(limit: int, fails_at: int = -1, nbytes: int = 0) -> AsyncIterato
 
 
 @rpc.register
+async def stubborn(seconds: float) -> str:
+    try:
+        await asyncio.sleep(1000)
+    except asyncio.CancelledError:
+        await asyncio.sleep(seconds)
+    return "at last"
+
+
+@rpc.register
 def unsendable() -> object:
     return object()
 
@@ -100,6 +109,10 @@ class Account:
 
     async def wait(self) -> None:
         await asyncio.sleep(1000)
+
+    async def wait_for(self, values: np.ndarray[Any, Any]) -> int:
+        await asyncio.sleep(1)
+        return int(values.sum())
 
     async def days(self) -> AsyncIterator[int]:
         for day in range(3):
@@ -431,6 +444,43 @@ def test_own_calls_are_waited_for() -> None:
     assert run_world(2, main)[0] == "done"
 
 
+def test_a_stream_that_nobody_goes_on_with_does_not_hold_up_the_end() -> None:
+    async def main(group: Group) -> Any:
+        async with rpc.serve():
+            items = rpc.stream(1 - group.rank, "count", 1000)
+            assert await anext(items) == 0
+        await items.aclose()
+
+    run_world(2, main)
+    assert seen["ended"] == 2
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_end_of_a_callee_is_told_to_all_that_call_meanwhile(seed: int) -> None:
+    """Its coroutine takes its time over being cancelled."""
+
+    async def main(group: Group) -> None:
+        with contextlib.suppress(ZeroDivisionError):
+            async with rpc.serve():
+                if group.rank == 0:
+                    await asyncio.sleep(5)
+                    raise ZeroDivisionError
+                held, longer = rpc.call(0, "stubborn", 3.0), rpc.call(0, "stubborn", 100.0)
+                for _ in range(20):
+                    await asyncio.sleep(0.5)
+                    with contextlib.suppress(dist.PeerLostError):
+                        await rpc.call(0, "echo", timeout=1)
+                assert await held == "at last"
+                with pytest.raises(dist.PeerLostError, match="does not serve"):
+                    await longer
+                with pytest.raises(dist.PeerLostError, match="does not serve"):
+                    await rpc.call(0, "echo", timeout=1)
+                raise ZeroDivisionError
+        await asyncio.sleep(20)
+
+    run_world(4, main, seed=seed)
+
+
 def test_smaller_groups_have_calls_of_their_own() -> None:
     async def main(group: Group) -> Any:
         odd = dist.new_group([1, 3])
@@ -554,6 +604,25 @@ def test_objects_stay_until_they_are_released(seed: int | None) -> None:
         assert seen["accounts dropped"] == 2
 
     on_rank_0(2, body, seed=seed)
+
+
+def test_calls_of_an_object_keep_it() -> None:
+    """Also those that wait for their turn, or whose arrays are on the way; and a stream."""
+
+    async def body(group: Group) -> None:
+        works = []
+        with await rpc.create(1, "Account", 1) as account:
+            works = [account.call("wait_for", np.ones(LARGE)) for _ in range(5)]
+            days = account.stream("days")
+        for work in works:
+            assert await work == LARGE
+        assert [day async for day in days] == [1, 2, 3]
+        assert await (await rpc.create(1, "Account", 1)).call("wait_for", np.ones(3)) == 3
+        del work, works, days, account
+        await settled(group)
+        assert seen["accounts dropped"] == 2
+
+    on_rank_0(2, body, max_calls=2)
 
 
 @pytest.mark.parametrize("seed", range(8))
