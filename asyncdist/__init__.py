@@ -72,6 +72,7 @@ from asyncdist.api.objects import (
 )
 from asyncdist.api.point_to_point import P2POp, batch_isend_irecv, irecv, isend, recv, recv_array, send
 from asyncdist.api.queries import (
+    dump,
     empty,
     get_backend,
     get_backend_config,
@@ -236,6 +237,7 @@ __all__ = [
     "broadcast_parameters",
     "broadcast_stream",
     "destroy_process_group",
+    "dump",
     "empty",
     "exscan",
     "gather",

@@ -10,12 +10,14 @@ import asyncio
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextvars import Context, copy_context
 from datetime import timedelta
+from time import monotonic
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from asyncdist.arrays.host import human_bytes
 from asyncdist.concurrency.deadline import timeout_seconds
 from asyncdist.concurrency.spin import Spins
 from asyncdist.errors import WaitTimeoutError
+from asyncdist.inspect.recorder import ENDED, ISSUED, NOTE, Entry
 from asyncdist.transport.protocol.operations import anew
 
 __all__ = ["CollectiveWork", "DeviceTail", "Listener", "Work", "WorkKey", "WorkOwner", "until_ended"]
@@ -67,6 +69,7 @@ class Work(Generic[T]):
         "_source",
         "_spinner",
         "_waiters",
+        "entry",
         "nbytes",
         "on_device",
         "operation",
@@ -89,6 +92,8 @@ class Work(Generic[T]):
         self._waiters: list[asyncio.Future[None]] | None = None
         self._callbacks: list[tuple[Callable[[Work[T]], object], Context]] | None = None
         self._listener: Listener | None = None
+        self.entry: Entry | None = None
+        """What the recorder has of it, if it has."""
         self.on_device: DeviceTail | None = None
         """Of an operation on GPU arrays: where it ends on its stream."""
 
@@ -126,6 +131,12 @@ class Work(Generic[T]):
         if self._source is None:
             raise RuntimeError(f"{self!r} has no source rank: it is not a completed receive")
         return self._source
+
+    @property
+    def duration(self) -> float | None:
+        """Seconds from the call to the end; None until it has ended, and of a Work that stands for several."""
+        entry = self.entry
+        return None if entry is None or entry[ENDED] is None else entry[ENDED] - entry[ISSUED]
 
     @property
     def where(self) -> str:
@@ -285,11 +296,15 @@ class Work(Generic[T]):
 
     def _fail(self, error: BaseException) -> None:
         self._error = error
+        if self.entry is not None:
+            self.entry[NOTE] = f"{type(error).__name__}: {error}"
         error.__traceback__ = None  # the frames it came through hold arrays; it is raised as one of its own each time
         self._end()
 
     def _end(self) -> None:
         self._done = True
+        if self.entry is not None:
+            self.entry[ENDED] = monotonic()
         if self._waiters is not None:
             for waiter in self._waiters:
                 if not waiter.done():
@@ -370,6 +385,8 @@ class CollectiveWork(Work[Any]):
         self._result = self.value
         if self._waiters is None and self._callbacks is None and self._listener is None:
             self._done = True  # nobody is to be told, as whoever awaits it looks
+            if self.entry is not None:
+                self.entry[ENDED] = monotonic()
         else:
             self._end()
 

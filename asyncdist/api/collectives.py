@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from asyncdist.arrays.reduce_op import ReduceOp, ReduceOpLike
+from asyncdist.collectives.arguments import call
 from asyncdist.concurrency.deadline import INHERIT, Timeout
 from asyncdist.group.default_group import Group, resolve, root_of
 from asyncdist.group.methods.streams import DEFAULT_CHUNK_BYTES, ChunkStream
@@ -69,7 +70,10 @@ def all_reduce(
     Issued at the call, in call order; returns a `Work` at once. `await work` gives the result or raises; cancelling a
     waiter ends only its waiting.
     """
-    return resolve(group).all_reduce(tensor, op, tag=tag, timeout=timeout, on_lost=on_lost)
+    found = resolve(group)
+    if on_lost == "raise":  # without a detour: small ones count nanoseconds
+        return found._collective("all_reduce", tag, timeout, call.all_reduce, tensor, op)
+    return found.all_reduce(tensor, op, tag=tag, timeout=timeout, on_lost=on_lost)
 
 
 def broadcast(

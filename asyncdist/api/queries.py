@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import numpy as np
 
@@ -16,8 +17,10 @@ from asyncdist.group.default_group import Group, resolve
 from asyncdist.group.methods.issuer import rank_number
 from asyncdist.group.non_member import NonMember
 from asyncdist.group.process_group import DTypeLike, ProcessGroup, Shape
+from asyncdist.inspect.dumps import document, write
 
 __all__ = [
+    "dump",
     "empty",
     "get_backend",
     "get_backend_config",
@@ -42,6 +45,17 @@ __all__ = [
     "supports_complex",
     "zeros",
 ]
+
+
+def dump(path: str | os.PathLike[str], *, reason: str = "", group: Group = None) -> None:
+    """Write what this rank has done of late, and what it waits for, into a file, as JSON.
+
+    That are its last 2,000 collectives, messages, waits for the store and what became of groups and ranks: `document`
+    of `asyncdist.inspect.dumps`. It holds call sites and keys, never contents of arrays. With ASYNCDIST_DUMP_DIR set
+    every rank does so before its group is torn down. Raises OSError, and ValueError without a group.
+    """
+    world = resolve(group)._core.world
+    write(Path(path), document(world.rank, reason or "dump() was called"))
 
 
 def get_rank(group: Group = None) -> int:

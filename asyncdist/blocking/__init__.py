@@ -136,6 +136,7 @@ __all__ = [
     "broadcast_parameters",
     "broadcast_stream",
     "destroy_process_group",
+    "dump",
     "empty",
     "exscan",
     "gather",
@@ -260,6 +261,7 @@ split_group = issued(groups.split_group)
 
 empty = asked(queries.empty)
 zeros = asked(queries.zeros)
+dump = asked(queries.dump)
 get_backend = asked(queries.get_backend)
 get_backend_config = asked(queries.get_backend_config)
 get_default_backend_for_device = asked(queries.get_default_backend_for_device)

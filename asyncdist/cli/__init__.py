@@ -14,6 +14,7 @@ __all__ = ["SuggestingGroup", "main", "token_command"]
 
 _COMMANDS: Final = {
     "explain": ("asyncdist.cli.explain_command", "explain_command"),
+    "flight-record": ("asyncdist.cli.flight_record_command", "flight_record_command"),
     "manifest": ("asyncdist.cli.manifest_command", "manifest_group"),
     "run": ("asyncdist.cli.run_command", "run_command"),
     "simulate": ("asyncdist.cli.simulate_command", "simulate_command"),

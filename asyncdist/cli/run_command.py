@@ -203,6 +203,13 @@ def _unused(name: str, **more: Any) -> Option:
     metavar="DIR",
     help="Directory of the logs: a folder for each run, in it one for each attempt, in that one for each local rank.",
 )
+@click.option(
+    "--dump-dir",
+    metavar="DIR",
+    type=click.Path(file_okay=False, resolve_path=True),
+    help="Directory where a rank writes what it has done of late before it is ended, or its group fails.",
+    envvar=["PET_DUMP_DIR", "ASYNCDIST_DUMP_DIR"],
+)
 @_parsed(
     "-r",
     "--redirects",
@@ -318,6 +325,7 @@ def _config(script: str, args: tuple[str, ...], options: dict[str, Any]) -> Laun
                 stdout_needles=options["duplicate_stdout_filters"],
                 stderr_needles=options["duplicate_stderr_filters"],
             ),
+            dump_dir=options["dump_dir"] or None,
             ending_signals=options["signals_to_handle"],
             virtual_local_rank=options["virtual_local_rank"],
             first_local_rank=options.get("first_local_rank", 0),

@@ -77,6 +77,14 @@ class GroupBackends:
         different = self._owner.differs
         return HostBackend(*place, loop=world.loop, pool=world.pool, tuning=tuning, lanes=lanes, on_different=different)
 
+    def algorithm_of(self, recipe_key: tuple[Any, ...]) -> str:
+        """See `inspect.recorder.Recorded`."""
+        return self.host.algorithm_of(recipe_key)
+
+    def transport_to(self, rank: int) -> str:
+        """See `inspect.recorder.Recorded`."""
+        return self._world.mesh.describe(rank).partition(": ")[2]
+
     def describe(self) -> str:
         """`aio`, or `cpu:aio,cuda:nccl path nccl` once GPU arrays have come, for the group's repr."""
         if self.devices is None:

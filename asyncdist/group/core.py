@@ -7,9 +7,11 @@ Users hold a `ProcessGroup`, whose methods call it.
 from __future__ import annotations
 
 import asyncio
+import sys
 from asyncio import current_task
 from collections.abc import Callable, Collection, Sequence
 from threading import get_ident
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -44,6 +46,8 @@ from asyncdist.group.point_to_point import Pairs, check_tag
 from asyncdist.group.rejected_calls import RejectedCalls
 from asyncdist.group.survivors import Losses, Survivors
 from asyncdist.group.team import Reduced, Team
+from asyncdist.inspect.dumps import dump_aborted
+from asyncdist.inspect.recorder import RECORDER, Entry
 from asyncdist.work import Work, until_ended
 from asyncdist.world import control as messages
 from asyncdist.world.world import CLOSED, NOT_MADE, World
@@ -88,7 +92,8 @@ class GroupCore:
         self._place = place_of(world.loop)
         self._backends = GroupBackends(world, group_id, ranks, backend_names, self)
         self._backend = self._backends.host  # asked without a detour: small operations count nanoseconds
-        self.pairs = Pairs(world, group_id, ranks, self, self._backends.gpu_pairs, parent and parent[0])
+        facts = RECORDER.made(world.rank, group_id, name, ranks, self._backends, is_world=is_world)
+        self.pairs = Pairs(world, facts, self, self._backends.gpu_pairs, parent and parent[0])
         self._overlap = OverlapWatch(self, world.loop)
         self._sequences: dict[int, int] = {}
         self._works: dict[WorkKey, CollectiveWork] = {}
@@ -138,8 +143,7 @@ class GroupCore:
 
     def where(self, operation: str, sequence: int | None = None) -> str:
         """`group default, rank 3, all_reduce #17`, the beginning of every message."""
-        number = "" if sequence is None else f" #{sequence}"
-        return f"group {self.name}, rank {self.world.rank}, {operation}{number}"
+        return f"group {self.name}, rank {self.world.rank}, {operation}" + ("" if sequence is None else f" #{sequence}")
 
     def waiting_for(self, tag: int, sequence: int) -> tuple[int, ...]:
         """Global ranks a collective under way has not heard from, as far as known."""
@@ -180,18 +184,28 @@ class GroupCore:
                 self._backends.host.elsewhere(tag, sequence)
             last = self._overlap.last_task.get(tag)
             if last is None or last() is not current_task(loop):
-                self._overlap.issue(tag, operation)
+                last = self._overlap.issue(tag, operation)
         except Exception as error:  # wrong, as a rule; or a function of the user's fails, or a warning is an error
             self._rejected.tell(tag, sequence, error)
             raise
         work = CollectiveWork(loop, operation, call.nbytes, tag, sequence, call.result, self)
         work._spinner = world.mesh.spinner
         key = work.key
+        if not RECORDER.on:
+            entry: Entry = [key, operation, call.recipe_key]
+        else:
+            frame = sys._getframe(2)
+            code, at = frame.f_code, frame.f_lasti
+            if id(code) not in RECORDER.callers:
+                code, at = RECORDER.caller(frame)
+            facts, now_s = self.pairs.facts, monotonic()
+            entry = work.entry = [key, operation, call.recipe_key, facts, code, at, last, now_s, None, None]
+            RECORDER.entries.append(entry)
         if self._rejected.early and key in self._rejected.early:
             self._fail(work, explain(self.where(operation, sequence), self._rejected.early.pop(key)))
             return work
         self._works[key] = work
-        self._mismatches.issued((key, operation, call.recipe_key, ""))
+        self._mismatches.issued(entry)
         try:
             backend.start(call, work, self._ended)
         except BaseException as error:  # out of memory, or the mesh is gone: nobody else may wait for us either
@@ -330,16 +344,16 @@ class GroupCore:
         error = timeout_error(work, self.world.rank, missing)
         self._abort(error, "timeout", str(error), missing=error.missing)
 
-    # News from the world.
-
     def peer_lost(self, rank: int, error: PeerLostError) -> None:
         """A member is gone: collectives fail and the group is aborted; point-to-point between survivors goes on."""
+        RECORDER.event(self.pairs.facts, "rank lost", rank, error)
         self.pairs.peer_lost(rank, error)
         self._abort(error, "lost", str(error), rank)
         self._survivors.lose(rank, error)
 
     def peer_left(self, rank: int) -> None:
         """A member has left: of those that a message may come from any, it might have been the last."""
+        RECORDER.event(self.pairs.facts, "rank left", rank)
         self.pairs.fail_vain_receives()
         self._survivors.lose(rank, None)
 
@@ -417,6 +431,7 @@ class GroupCore:
         # Before messages under way are broken off: who receives those is to know the reason by then.
         self.world.tell_aborted(self.ranks, messages.Abort(self.group_id, kind, text, rank, list(missing)))
         if first:
+            dump_aborted(self.pairs.facts, rank, text)
             self._deadlines.stop()
             self._strays.stop()
             differences = self._mismatches.stop(told=isinstance(error, CollectiveMismatchError))
@@ -499,6 +514,7 @@ class GroupCore:
 
     async def _leave(self) -> None:
         self.closed = True
+        RECORDER.closed(self.pairs.facts)
         self._survivors.close()
         self._deadlines.stop()
         self._strays.stop()
@@ -537,8 +553,6 @@ class GroupCore:
         """
         return self._aborted is not None or (self.is_world and isinstance(cause, PeerLostError) and cause.left)
 
-    # Who is left.
-
     async def survivors(self, timeout_s: float | None) -> tuple[int, ...]:
         """Abort the group, and return the surviving global ranks, as all of them agree. See `shrink`."""
         self.check_usable("shrink")
@@ -549,8 +563,6 @@ class GroupCore:
         """See `ProcessGroup.membership`."""
         self.check_usable("membership")
         return Losses(self._survivors)
-
-    # Other groups of the world.
 
     def subgroup(
         self,

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections import deque
-from collections.abc import Callable, Collection, Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -82,6 +82,10 @@ class _Issued(NamedTuple):
     place: str
 
 
+def _issued(entry: Sequence[Any]) -> _Issued:
+    return entry if isinstance(entry, _Issued) else _Issued(entry[0], entry[1], entry[2], "")
+
+
 class _Inquiry(NamedTuple):
     work: CollectiveWork | None
     error: CollectiveMismatchError
@@ -117,9 +121,9 @@ class MismatchFinder:
         self._backend = backend
         self._works = works
         self._fail = fail
-        self._issued: deque[tuple[WorkKey, str, tuple[Any, ...], str]] = deque(maxlen=ISSUED_KEPT)
-        self.issued: Callable[[tuple[WorkKey, str, tuple[Any, ...], str]], None]
-        """issued((key, operation, recipe key, "")) notes a collective that is about to start here."""
+        self._issued: deque[Sequence[Any]] = deque(maxlen=ISSUED_KEPT)
+        self.issued: Callable[[Sequence[Any]], None]
+        """Notes a collective that is about to start here: its key, operation and recipe key, and what else follows."""
         self.check_fully(world.options.get("check") == "full" and len(ranks) > 1)
         self._inquiries: dict[WorkKey, _Inquiry] = {}
         self._reports: dict[WorkKey, dict[str, tuple[int, str]]] = {}
@@ -132,11 +136,11 @@ class MismatchFinder:
     def check_fully(self, full: bool) -> None:
         """Whether to report all collectives from now on."""
         self._full = full
-        # Where that is enough, a plain tuple and no Python call: all collectives come along here.
+        # Where that is enough, the recorder's entry and no Python call: all collectives come along here.
         self.issued = self._issue_and_report if full else self._issued.append
 
-    def _issue_and_report(self, issued: tuple[WorkKey, str, tuple[Any, ...], str]) -> None:
-        entry = _Issued(*issued[:-1], _calling_line())
+    def _issue_and_report(self, issued: Sequence[Any]) -> None:
+        entry = _Issued(issued[0], issued[1], issued[2], _calling_line())
         self._issued.append(entry)
         self._report(entry)
 
@@ -199,7 +203,7 @@ class MismatchFinder:
 
     def last_words(self) -> dict[WorkKey, tuple[str, str]]:
         """Return what this rank ran last, by place: what must be equal everywhere, and how to show it."""
-        newest = [_Issued(*entry) for entry in list(self._issued)[-LAST_WORDS:]]
+        newest = list(map(_issued, list(self._issued)[-LAST_WORDS:]))
         return {entry.key: (self._terms(entry)[:WORD_CHARS], self._described(entry)[:WORD_CHARS]) for entry in newest}
 
     def say_last_words(self) -> None:
@@ -313,7 +317,7 @@ class MismatchFinder:
         return self._is_private(key) and not isinstance(error, DifferentOperation)
 
     def _find(self, key: WorkKey) -> _Issued | None:
-        return next((_Issued(*entry) for entry in reversed(self._issued) if entry[0] == key), None)
+        return next((_issued(entry) for entry in reversed(self._issued) if entry[0] == key), None)
 
     # ASYNCDIST_CHECK=full.
 

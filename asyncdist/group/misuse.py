@@ -176,24 +176,23 @@ class OverlapWatch:
         """By tag. The task that is here need not call `issue` again."""
         self._warned = False
 
-    def issue(self, tag: int, operation: str) -> None:
-        """The current task issues a collective of `tag`; warn once if another task's is under way."""
-        if self._warned:
-            return
+    def issue(self, tag: int, operation: str) -> weakref.ref[asyncio.Task[Any]] | None:
+        """The current task issues a collective of `tag`; warn once if another task's is under way. Returns the task."""
         task = asyncio.current_task(self._loop)
         last = self.last_task.get(tag)
-        if last is not None:
+        if last is not None and not self._warned:
             earlier = last()
             if earlier is task:
-                return
+                return last
             if earlier is not None and any(work_tag == tag for work_tag, _ in self._owner._works):
                 self._warn(tag, operation, earlier)
         if task is None:  # a callback, such as those in which another thread's gradients come: no task to compare with
             self.last_task.pop(tag, None)
-            return
+            return None
         if last is None and len(self.last_task) >= TAGS_KEPT:
             self.last_task.clear()
-        self.last_task[tag] = weakref.ref(task)
+        found = self.last_task[tag] = weakref.ref(task)
+        return found
 
     def _warn(self, tag: int, operation: str, earlier: asyncio.Task[Any]) -> None:
         self._warned = True

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from threading import get_ident
+from time import monotonic
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 import numpy as np
@@ -19,6 +20,7 @@ from asyncdist.concurrency.loop import place_of
 from asyncdist.errors import DistError, GroupAbortedError
 from asyncdist.group.abort_reasons import explain
 from asyncdist.group.membership import ClosedMembers
+from asyncdist.inspect.recorder import ENDED, RECORDER, GroupFacts
 from asyncdist.messages.objects import RecvObjectsWork, SendObjectsWork
 from asyncdist.messages.work import ANY_SOURCE, OVER, PairWork, RecvArrayWork, RecvWork, SendWork
 from asyncdist.transport.base_mesh import BaseMesh
@@ -82,14 +84,15 @@ class Pairs:
     def __init__(
         self,
         world: World,
-        group_id: int,
-        ranks: tuple[int, ...],
+        facts: GroupFacts,
         owner: PairOwner,
         gpu_pairs: Callable[[], DevicePairs],
         parent_id: int | None,
     ) -> None:
         """`gpu_pairs()` makes what moves GPU arrays; TypeError without a GPU. `parent_id` of a world is None."""
         self.mesh = world.mesh
+        self.facts = facts
+        group_id, ranks = facts.group_id, facts.ranks
         self._loop = world.loop
         self._place = place_of(world.loop)
         self._allow_pickle = world.allow_pickle
@@ -119,15 +122,16 @@ class Pairs:
         array = tensor if type(tensor) is np.ndarray and tensor.dtype in PLAIN else any_array(tensor)
         key = self._keys.get(tag) or self._key(tag)
         if type(array) is DeviceArray:
-            return self._post_announcement(self._gpu().send(name, array, key, self, peer), timeout_s)
-        return self._post_send(SendWork(self._loop, name, array, key, self, peer, abandon), timeout_s)
+            return self._post_announcement(self._gpu().send(name, array, key, self, peer), tag, timeout_s)
+        return self._post_send(SendWork(self._loop, name, array, key, self, peer, abandon), tag, timeout_s)
 
     def send_objects(self, values: Sequence[object], peer: int, tag: int, timeout: Timeout) -> SendWork:
         """Issue a send of a list of objects to `peer`."""
         self._check("send_object_list")
         timeout_s = None if timeout is None else timeout_seconds(timeout, None)
         key = self._key(tag)
-        return self._post_send(SendObjectsWork(self._loop, values, self._allow_pickle, key, self, peer), timeout_s)
+        work = SendObjectsWork(self._loop, values, self._allow_pickle, key, self, peer)
+        return self._post_send(work, tag, timeout_s)
 
     def receive(
         self,
@@ -152,7 +156,7 @@ class Pairs:
             work = self._gpu().receive(name, array, key, self, source, number, abandon)
         else:
             work = RecvWork(self._loop, name, array, key, self, source, number, abandon)
-        self._post(work, timeout_s)
+        self._post(work, tag, timeout_s)
         return work
 
     def receive_array(
@@ -162,7 +166,7 @@ class Pairs:
         timeout_s = self._check_bounded("recv_array", max_bytes, timeout)
         source = ANY_SOURCE if peer is None else peer
         work = RecvArrayWork(self._loop, self._key(tag), self, source, number, max_bytes)
-        self._post(work, timeout_s)
+        self._post(work, tag, timeout_s)
         return work
 
     def receive_objects(
@@ -180,7 +184,7 @@ class Pairs:
         source = ANY_SOURCE if peer is None else peer
         key = self._key(tag)
         work = RecvObjectsWork(self._loop, places, self._allow_pickle, key, self, source, number, max_bytes)
-        self._post(work, timeout_s)
+        self._post(work, tag, timeout_s)
         return work
 
     def pending(self) -> list[PairWork]:
@@ -313,7 +317,9 @@ class Pairs:
             raise ValueError(f"max_bytes must not be negative, got {max_bytes}")
         return timeout_s
 
-    def _post_send(self, work: SendWork, timeout_s: float | None) -> SendWork:
+    def _post_send(self, work: SendWork, tag: int, timeout_s: float | None) -> SendWork:
+        if RECORDER.on:
+            RECORDER.message(self.facts, tag, work, work.message.meta, self._loop)
         try:
             core = self.mesh.cores[work.peer]
             complete = (self.mesh.peer(work.peer) if core is None else core).post_send(work.message)
@@ -322,12 +328,16 @@ class Pairs:
             return work
         if complete:
             work._done = True  # no task can be waiting for it yet
+            if work.entry is not None:
+                work.entry[ENDED] = monotonic()
             work.message.sink = OVER
         else:
             self._started(work, timeout_s)
         return work
 
-    def _post_announcement(self, work: DeviceSendWork, timeout_s: float | None) -> DeviceSendWork:
+    def _post_announcement(self, work: DeviceSendWork, tag: int, timeout_s: float | None) -> DeviceSendWork:
+        if RECORDER.on:
+            RECORDER.message(self.facts, tag, work, work.message.meta, self._loop)
         self._works.add(work)
         try:
             self.mesh.post_receive(work.peer, work.reply)
@@ -338,8 +348,10 @@ class Pairs:
             self._started(work, timeout_s)
         return work
 
-    def _post(self, work: RecvWork, timeout_s: float | None) -> None:
+    def _post(self, work: RecvWork, tag: int, timeout_s: float | None) -> None:
         receive = work.message
+        if RECORDER.on:
+            RECORDER.message(self.facts, tag, work, receive.expects, self._loop)
         try:
             if work.peer == ANY_SOURCE:
                 complete = self.mesh.post_receive_any(self._ranks, receive)

@@ -206,6 +206,8 @@ class NodeAgent:
         if self._config.local_rank_at is not None:
             command.insert(self._config.local_rank_at, f"--local_rank={place.first_local_rank + local_rank}")
         environment = worker_environment(place, local_rank, attempt, self._config.max_restarts, self._environ)
+        if self._config.dump_dir is not None:
+            environment["ASYNCDIST_DUMP_DIR"] = self._config.dump_dir
         stdout, stderr = self.logs.destinations(local_rank)
         if (folder := self.logs.folder(local_rank)) is not None:
             environment["TORCHELASTIC_ERROR_FILE"] = str(folder / "error.json")

@@ -98,10 +98,10 @@ class LaunchConfig:
     daemon that already runs (ASYNCDIST_STORE): then no launcher hosts one. `endpoint` is where the nodes meet, and
     where the first of them hosts the store. Neither: this node is alone and hosts on an ephemeral loopback port. `tls`
     holds for every store but one on loopback that is hosted here. `logs` says where the workers' output goes,
-    `ending_signals` which signals to the launcher end the job. With `virtual_local_rank` each worker sees one GPU and
-    is local rank 0. Where several launchers share a host, `first_local_rank` and `local_world_size` count the workers
-    of all. `interface` is the network interface the workers use. A daemon may be away for `store_outage_s` while all
-    nodes are well. All times are seconds.
+    `dump_dir` where they write what they did before they failed, `ending_signals` which signals to the launcher end
+    the job. With `virtual_local_rank` each worker sees one GPU and is local rank 0. Where several launchers share a
+    host, `first_local_rank` and `local_world_size` count the workers of all. `interface` is the network interface the
+    workers use. A daemon may be away for `store_outage_s` while all nodes are well. All times are seconds.
 
     A node is lost after `lost_after_s` of silence among the launchers. With `min_nodes` the job is elastic: `nnodes`
     are the most it may have, nodes come and go, also after `expelled_after_s` of silence at the store, and `node_rank`
@@ -124,6 +124,7 @@ class LaunchConfig:
     local_rank_at: int | None = None
     role: str = "default"
     logs: LogSpec = field(default_factory=LogSpec)
+    dump_dir: str | None = None
     ending_signals: tuple[signal.Signals, ...] = ENDING
     virtual_local_rank: bool = False
     first_local_rank: int = 0

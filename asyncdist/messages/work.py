@@ -13,6 +13,7 @@ from asyncdist.arrays.host import Array, Flat, decode_meta, describe, encode_met
 from asyncdist.arrays.objects import GPU_META, OBJECT_META
 from asyncdist.concurrency.integers import spell_ranks
 from asyncdist.errors import ClosedError, CollectiveMismatchError, CollectiveTimeoutError, DistStoreError, PeerLostError
+from asyncdist.inspect.recorder import NBYTES, PEER, SHAPE
 from asyncdist.transport.base_mesh import BaseMesh
 from asyncdist.transport.protocol.frame import unpack_key
 from asyncdist.transport.protocol.operations import Receive, SendOp
@@ -290,6 +291,9 @@ class RecvWork(PairWork):
                 self._fail(ValueError(f"{self.where}: the array cannot be written any more: {error}"))
                 return
         self.nbytes = receive.nbytes
+        entry = self.entry
+        if entry is not None:
+            entry[PEER], entry[NBYTES], entry[SHAPE] = source, receive.nbytes, receive.meta
         self._source = source if self._number is None else self._number(source)
         self._finish(self._source)
 

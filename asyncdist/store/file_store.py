@@ -19,7 +19,7 @@ from asyncdist.errors import ClosedError, DistStoreError, StoreTimeoutError
 from asyncdist.store.base import DEFAULT_STORE_TIMEOUT_S
 from asyncdist.store.file_log import FileLog, Record
 from asyncdist.store.pipeline import weight
-from asyncdist.store.reply import WAITING, Reply, describe, end_quietly, settle, timeout_ms
+from asyncdist.store.reply import WAITING, Reply, describe, end_quietly, record_wait, settle, timeout_ms
 from asyncdist.store.request_store import RequestStore
 from asyncdist_server.engine.engine import StoreEngine
 from asyncdist_server.wire import messages
@@ -130,6 +130,7 @@ class FileStore(RequestStore):
         reply = kind(loop=loop)
         reply.owner = self
         reply.request = request
+        record_wait(reply, loop)
         reply.deadline = math.inf if timeout_s is None else loop.time() + timeout_s
         self._queue.append(reply)
         self._run_at(0.0)

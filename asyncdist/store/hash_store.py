@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 from asyncdist.concurrency.deadline import Timeout
 from asyncdist.errors import ClosedError
 from asyncdist.store.base import DEFAULT_STORE_TIMEOUT_S
-from asyncdist.store.reply import WAITING, Reply, settle, timeout_ms, undoing
+from asyncdist.store.reply import WAITING, Reply, record_wait, settle, timeout_ms, undoing
 from asyncdist.store.request_store import CoordinatingStore
 from asyncdist_server.clock import exact_clock
 from asyncdist_server.engine.engine import StoreEngine
@@ -82,6 +82,7 @@ class HashStore(CoordinatingStore):
         reply = kind(loop=loop)
         reply.request = request
         reply.owner = self
+        record_wait(reply, loop)
         self._blocked[request[0]] = reply
         answer = shared.run(self._client, request)
         if answer is not None:

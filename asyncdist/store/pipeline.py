@@ -16,7 +16,18 @@ from typing import Any, Final
 from asyncdist.concurrency.spin import spin_us_from_environ
 from asyncdist.errors import DistStoreError, StoreLimitError, StoreTimeoutError
 from asyncdist.store.base import decoded_key
-from asyncdist.store.reply import TAKING, WAITING, Lookout, Reply, describe, end_quietly, settle, timeout_ms, undoing
+from asyncdist.store.reply import (
+    TAKING,
+    WAITING,
+    Lookout,
+    Reply,
+    describe,
+    end_quietly,
+    record_wait,
+    settle,
+    timeout_ms,
+    undoing,
+)
 from asyncdist_server.wire import messages
 
 __all__ = ["EXPIRY_GRACE_S", "Pipeline", "StoppingError"]
@@ -81,6 +92,7 @@ class Pipeline:
         else:
             reply.request = request = (request_id, operation, *arguments)
         reply.deadline = deadline
+        record_wait(reply, self._loop)
         if size_bytes > self._limits.frame_bytes - messages.FRAME_SLACK_BYTES:
             raise StoreLimitError(
                 f"{self._where}: {describe(request)} has {size_bytes} bytes, the daemon's limit is "

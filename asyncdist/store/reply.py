@@ -7,7 +7,7 @@ import math
 import os
 import socket
 from collections.abc import Callable, Generator, Mapping
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
 from asyncdist.concurrency.spin import CATCH, TURN_S, Persistence
@@ -21,6 +21,7 @@ from asyncdist.errors import (
     StoreTimeoutError,
     WatchCompactedError,
 )
+from asyncdist.inspect.recorder import ENDED, NOTE, RECORDER, Entry
 from asyncdist.store.base import decoded_key
 from asyncdist_server.serving.sockets import served_here
 from asyncdist_server.wire import messages
@@ -41,6 +42,7 @@ __all__ = [
     "describe",
     "end_quietly",
     "failure",
+    "record_wait",
     "same_host",
     "settle",
     "timeout_ms",
@@ -86,12 +88,14 @@ class Reply(asyncio.Future[Any]):
     owner gives up by itself. A done-callback instead of `cancel` would cost a turn of the loop per request.
     """
 
-    __slots__ = ("deadline", "owner", "request")
+    __slots__ = ("deadline", "entry", "owner", "request")
 
     empty_is_error: ClassVar[bool] = False
     deadline: float
     owner: ReplyOwner
     request: tuple[Any, ...]
+    entry: Entry | None
+    """What the recorder has of a request that waits for other clients."""
 
     def __await__(self) -> Generator[Any, None, Any]:
         lookout = self.owner.lookout
@@ -103,8 +107,18 @@ class Reply(asyncio.Future[Any]):
         """Cancel the waiting and withdraw the request where that is possible."""
         if not super().cancel(msg):
             return False
+        self._ended("was withdrawn")
         self.owner.withdraw(self)
         return True
+
+    def set_exception(self, exception: type | BaseException, /) -> None:
+        """Fail."""
+        super().set_exception(exception)
+        self._ended(str(exception))
+
+    def _ended(self, error: str) -> None:
+        if self.entry is not None:
+            self.entry[ENDED], self.entry[NOTE] = monotonic(), error
 
 
 class NonBlockingPop(Reply):
@@ -115,11 +129,21 @@ class NonBlockingPop(Reply):
     empty_is_error = True
 
 
+def record_wait(reply: Reply, loop: asyncio.AbstractEventLoop) -> None:
+    """Let the recorder know of a request that has just been issued, if it waits for other clients."""
+    reply.entry = None
+    operation = reply.request[1]
+    if operation in WAITING and RECORDER.on:
+        reply.entry = RECORDER.wait(messages.OPERATION_NAMES[operation], reply.request[2], loop)
+
+
 def settle(reply: Reply, code: int, value: Any, where: str) -> None:
     """Give `reply`, which must not be done, the outcome that the reply code and value of the wire mean."""
     if code == messages.OK:
         convert = CONVERSIONS.get(reply.request[1])
         reply.set_result(value if convert is None else convert(value))
+        if reply.entry is not None:
+            reply.entry[ENDED] = monotonic()
     elif code == messages.CANCELLED:
         asyncio.Future.cancel(reply)
     else:

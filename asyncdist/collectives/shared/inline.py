@@ -48,18 +48,17 @@ from asyncdist.collectives.shared.layout import (
     wide_bytes,
 )
 from asyncdist.collectives.shared.turns import Turns
+from asyncdist.inspect.recorder import NOTE
 from asyncdist.transport.shared_memory.fence import ORDERED, PAIR, fence, order
 
 if TYPE_CHECKING:
     from asyncdist.collectives.shared.recipes import Pieces
     from asyncdist.collectives.shared.runner import Lane, LaneRunner
 
-__all__ = ["NO_NEEDS", "Inline", "InlineOperation", "InlineQueue", "InlineRecipe", "Take", "fold", "reduce_all"]
+__all__ = ["NO_NEEDS", "Inline", "InlineOperation", "InlineQueue", "InlineRecipe", "Take"]
 
 NO_NEEDS: Final[Needs] = {}
 
-FOLD_BYTES: Final = 256 << 10
-"""Bytes of a result that are reduced at a time: they stay in the cache while all operands are added."""
 NEWS_EVERY: Final = 16
 """Inline operations after which waiting members are looked after: a fourth of how far a member can be ahead."""
 RECIPES_KEPT: Final = 32
@@ -501,6 +500,9 @@ class InlineQueue:
                 runner.soon()
             runner.moved += recipe.nbytes * len(runner.ranks)
             work = operation.work
+            if work.entry is not None:
+                work.entry[NOTE] = turns.awaited
+            turns.awaited = turns.rank
             del operation.backend.running[work.key]
             operation.on_end(work, None)
             if runner.moved >= TURN_BYTES:
@@ -568,33 +570,3 @@ class InlineQueue:
         for ringer in runner.others:  # as who begins last does
             ringer.knock()
         return True
-
-
-def reduce_all(operation: InlineOperation) -> None:
-    """Reduce the vectors of all ranks."""
-    recipe, operands = operation.recipe, operation.payloads.operands
-    out, kernel, spares = operation.call.outputs[0].elements, recipe.kernel, recipe.spares
-    if recipe.nbytes > FOLD_BYTES:
-        fold(operands, 0, out, kernel)
-    elif spares is None or len(operands) == 2:
-        kernel(operands[0], operands[1], out)
-        for operand in operands[2:]:
-            kernel(out, operand, out)
-    else:
-        total = operands[0]
-        for index in range(1, len(operands) - 1):
-            target = spares[index & 1]
-            kernel(total, operands[index], target)
-            total = target
-        kernel(total, operands[-1], out)
-
-
-def fold(operands: list[Array], start: int, out: Array, kernel: Kernel) -> None:
-    """Reduce, in rank order, what the operands hold from `start` on: a part at a time, which stays in the cache."""
-    step = max(1, FOLD_BYTES // out.itemsize)
-    for first in range(0, out.size, step):
-        part = out[first : first + step]
-        begin, end = start + first, start + first + part.size
-        kernel(operands[0][begin:end], operands[1][begin:end], part)
-        for operand in operands[2:]:
-            kernel(part, operand[begin:end], part)

@@ -22,7 +22,7 @@ from asyncdist.arrays.reduce_op import ReduceOp
 from asyncdist.arrays.reduction import Kernel
 from asyncdist.collectives.arguments.call import Call
 from asyncdist.collectives.executor.runner import another_length
-from asyncdist.collectives.shared.inline import InlineOperation, InlineRecipe, Take, fold, reduce_all
+from asyncdist.collectives.shared.inline import InlineOperation, InlineRecipe, Take
 from asyncdist.plan.algorithms.registry import find
 from asyncdist.plan.problem import PRIVATE_COLLECTIVES
 from asyncdist.plan.records import LaneMemory, by_records, pieces_bytes
@@ -36,6 +36,8 @@ ALIGNMENT: Final = 16
 
 _BLOCKS_FOR_ALL: Final = ("all_to_all", "reduce_scatter", "scatter")
 """Collectives in which a rank puts out a block for every rank."""
+FOLD_BYTES: Final = 256 << 10
+"""Bytes of a result that are reduced at a time: they stay in the cache while all operands are added."""
 _FROM_ROOT: Final = ("broadcast", "scatter")
 _TO_ROOT: Final = ("gather", "reduce")
 
@@ -183,7 +185,7 @@ def _fold_part(operation: InlineOperation) -> None:
     """All payloads are there: reduce our part, and put it out where no member takes our operand of it any more."""
     recipe, out, payloads = operation.recipe, operation.call.outputs[0].elements, operation.payloads
     part = _part(out, len(payloads.operands), recipe.rank)
-    fold(payloads.operands, part.start, out[part], recipe.kernel)
+    _fold(payloads.operands, part.start, out[part], recipe.kernel)
     payloads.own[part] = out[part]
 
 
@@ -191,7 +193,7 @@ def _reduce_scatter(operation: InlineOperation) -> None:
     recipe, counts = operation.recipe, operation.call.counts
     out = operation.call.outputs[0].elements
     start = out.size * recipe.rank if isinstance(counts, int) else sum(counts[: recipe.rank])
-    fold(operation.payloads.operands, start, out, recipe.kernel)
+    _fold(operation.payloads.operands, start, out, recipe.kernel)
 
 
 def _all_gather(operation: InlineOperation) -> None:
@@ -234,14 +236,44 @@ def _no_kernel(left: Array, right: Array, out: Array) -> None:
     raise AssertionError("a collective without a reduction reduces")
 
 
+def _reduce_all(operation: InlineOperation) -> None:
+    """Reduce the vectors of all ranks."""
+    recipe, operands = operation.recipe, operation.payloads.operands
+    out, kernel, spares = operation.call.outputs[0].elements, recipe.kernel, recipe.spares
+    if recipe.nbytes > FOLD_BYTES:
+        _fold(operands, 0, out, kernel)
+    elif spares is None or len(operands) == 2:
+        kernel(operands[0], operands[1], out)
+        for operand in operands[2:]:
+            kernel(out, operand, out)
+    else:
+        total = operands[0]
+        for index in range(1, len(operands) - 1):
+            target = spares[index & 1]
+            kernel(total, operands[index], target)
+            total = target
+        kernel(total, operands[-1], out)
+
+
+def _fold(operands: list[Array], start: int, out: Array, kernel: Kernel) -> None:
+    """Reduce, in rank order, what the operands hold from `start` on: a part at a time, which stays in the cache."""
+    step = max(1, FOLD_BYTES // out.itemsize)
+    for first in range(0, out.size, step):
+        part = out[first : first + step]
+        begin, end = start + first, start + first + part.size
+        kernel(operands[0][begin:end], operands[1][begin:end], part)
+        for operand in operands[2:]:
+            kernel(part, operand[begin:end], part)
+
+
 _TAKE: Final[dict[str, Take | None]] = {
     "all_gather": _all_gather,
-    "all_reduce": reduce_all,
+    "all_reduce": _reduce_all,
     "all_to_all": _all_to_all,
     "barrier": None,
     "broadcast": _broadcast,
     "gather": _all_gather,
-    "reduce": reduce_all,
+    "reduce": _reduce_all,
     "reduce_scatter": _reduce_scatter,
     "scatter": _scatter,
 }

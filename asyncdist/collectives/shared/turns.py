@@ -42,6 +42,7 @@ class Turns:
     """
 
     __slots__ = (
+        "awaited",
         "differences",
         "finished",
         "finished_seen",
@@ -70,6 +71,8 @@ class Turns:
         self.members = [None if index == rank else Member(index, segment) for index, segment in enumerate(segments)]
         self.others = [(index, member) for index, member in enumerate(self.members) if member is not None]
         self.heeded = self.others  # all but those that have left
+        self.awaited = rank
+        """Who had not begun the first operation under way when last looked for; ourselves, if all had."""
         self.issued = 0
         self.next_item = 0
         self.open: dict[int, LaneOperation] = {}
@@ -128,7 +131,10 @@ class Turns:
             if not peer.issued < issued <= self.issued + RECORDS:
                 raise LaneFault(peer.index, f"{issued} operations were begun, {self.issued} are here")
             peer.issued = issued
-        return issued > number
+        if issued > number:
+            return True
+        self.awaited = peer.index
+        return False
 
     def catch_up(self, number: int, ahead: int = RECORDS) -> bool:
         """Whether every member has finished enough for us to begin operation `number`, less than `ahead` of it."""

@@ -1,0 +1,231 @@
+"""Dumps: what the recorder knows, as JSON; written when somebody asks, and before a group that has failed is torn down.
+
+A dump says what this rank has done of late, what is under way and whom that waits for, as far as this rank knows. Times
+are seconds since 1970. It has no contents of arrays, but call sites, names of tasks and keys of the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, Final
+
+from asyncdist.arrays.host import decode_meta
+from asyncdist.concurrency.trace import warn
+from asyncdist.inspect.recorder import (
+    AT,
+    CODE,
+    ENDED,
+    GROUP,
+    ISSUED,
+    NBYTES,
+    NOTE,
+    OPERATION,
+    PEER,
+    PLACE,
+    RECORDER,
+    SHAPE,
+    TASK,
+    Entry,
+    GroupFacts,
+)
+from asyncdist_server.wire.key_text import shown
+
+__all__ = [
+    "DIRECTORY",
+    "FORMAT",
+    "VERSION",
+    "document",
+    "dump_aborted",
+    "dump_failure",
+    "dump_on_sigterm",
+    "write",
+]
+
+FORMAT: Final = "asyncdist flight recorder"
+VERSION: Final = 1
+"""Of the JSON; a reader refuses a later one."""
+DIRECTORY: Final = "ASYNCDIST_DUMP_DIR"
+DUMPS_KEPT: Final = 4
+"""Dumps that a process writes by itself for one rank: the first failure counts, what follows of it says little."""
+
+ROOTED: Final = frozenset({"broadcast", "reduce", "gather", "scatter"})
+
+_written: dict[Path, int] = {}
+
+
+def document(rank: int, reason: str) -> dict[str, Any]:
+    """What this process knows of global rank `rank`, as JSON has it."""
+    wall_s = time.time() - time.monotonic()
+    entries = [entry for entry in _copy() if entry[GROUP] is None or entry[GROUP].rank == rank]
+    groups = {id(entry[GROUP]): entry[GROUP] for entry in entries if entry[GROUP] is not None}
+    groups |= {id(world): world for world in RECORDER.worlds if world.rank == rank}
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "rank": rank,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "program": sys.argv[:1],
+        "time": time.time(),
+        "reason": reason,
+        "groups": [
+            {"id": f"{group.group_id:016x}", "name": group.name, "ranks": list(group.ranks)}
+            for group in groups.values()
+        ],
+        "entries": [_described(entry, wall_s) for entry in entries],
+    }
+
+
+def _copy() -> list[Entry]:
+    while True:
+        with contextlib.suppress(RuntimeError):  # another thread has recorded something meanwhile
+            return list(RECORDER.entries)
+
+
+def _described(entry: Entry, wall_s: float) -> dict[str, Any]:
+    facts: GroupFacts | None = entry[GROUP]
+    found: dict[str, Any]
+    if facts is None:
+        keys = entry[SHAPE] if isinstance(entry[SHAPE], tuple) else (entry[SHAPE],)
+        found = {"kind": "store", "keys": [shown(key) for key in keys if isinstance(key, bytes)]}
+    elif isinstance(entry[PLACE], tuple):
+        found = {"kind": "collective", **_collective(entry)}
+    elif entry[PLACE] is not None:
+        found = {"kind": "message", **_message(entry)}
+    else:
+        found = {"kind": "event"} | ({} if entry[PEER] is None else {"peer": entry[PEER]})
+    found["operation"] = entry[OPERATION]
+    if facts is not None:
+        found |= {"group": facts.name, "group_id": f"{facts.group_id:016x}"}
+    if site := _site_of(entry):
+        found |= {"site": site, "function": entry[CODE].co_qualname}
+    task = entry[TASK] if isinstance(entry[TASK], str | None) else entry[TASK]()
+    if task is not None:
+        found["task"] = task if isinstance(task, str) else task.get_name()
+    if isinstance(entry[NOTE], str):
+        found["error"] = entry[NOTE]
+    found["issued"] = round(entry[ISSUED] + wall_s, 6)
+    if entry[ENDED] is not None:
+        found["ended"] = round(entry[ENDED] + wall_s, 6)
+    return found
+
+
+def _collective(entry: Entry) -> dict[str, Any]:
+    facts: GroupFacts = entry[GROUP]
+    tag, sequence = entry[PLACE]
+    collective, counts, dtype, root, op, detail = entry[SHAPE]
+    elements = counts if isinstance(counts, int) else sum(counts)
+    found = {"tag": tag, "sequence": sequence, "collective": collective, "dtype": dtype.name, "counts": counts}
+    found["bytes"] = elements * dtype.itemsize
+    if collective in ROOTED:
+        found["root"] = facts.ranks[root]
+    if op is not None:
+        found["op"] = str(op)
+    if detail:
+        found["detail"] = detail
+    group = facts.group()
+    if group is not None:
+        found["algorithm"] = group.algorithm_of(entry[SHAPE])
+        if entry[ENDED] is None:
+            found["waiting_for"] = list(group.waiting_for(tag, sequence))
+    if isinstance(entry[NOTE], int):
+        found["last"] = facts.ranks[entry[NOTE]]
+    return found
+
+
+def _message(entry: Entry) -> dict[str, Any]:
+    facts: GroupFacts = entry[GROUP]
+    found: dict[str, Any] = {"tag": entry[PLACE], "peer": entry[PEER], "bytes": entry[NBYTES]}
+    with contextlib.suppress(ValueError):  # objects, or an array of the sender's choice
+        dtype, shape = decode_meta(entry[SHAPE])
+        found |= {"dtype": dtype.name, "shape": list(shape)}
+    group = facts.group()
+    if group is not None and entry[PEER] >= 0:
+        found["transport"] = group.transport_to(entry[PEER])
+    return found
+
+
+def _site_of(entry: Entry) -> str:
+    """`/home/me/train.py:17`, the line that issued it; empty where none is known."""
+    code: CodeType | None = entry[CODE]
+    if code is None or code.co_filename == threading.__file__:
+        return ""
+    line = code.co_firstlineno
+    for start, at in dis.findlinestarts(code):
+        if start > entry[AT]:
+            break
+        line = at if at is not None else line
+    return f"{code.co_filename}:{line}"
+
+
+def write(path: Path, found: Mapping[str, Any]) -> None:
+    """Write a document whole or not at all. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_text(json.dumps(found, separators=(",", ":")) + "\n")
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def dump_failure(rank: int, reason: str, environ: Mapping[str, str] = os.environ) -> None:
+    """Write a dump where ASYNCDIST_DUMP_DIR says so. Never raises: what has failed is worse.
+
+    Those of a launched job are in a folder for each attempt.
+    """
+    folder = environ.get(DIRECTORY, "").strip()
+    if not folder:
+        return
+    job = re.sub(r"[^\w.-]", "_", environ.get("ASYNCDIST_JOB_ID", "")).strip(".")
+    first = Path(folder, job, f"rank_{rank}.json")
+    number = _written[first] = _written.get(first, -1) + 1
+    if number < DUMPS_KEPT:
+        path = first if not number else first.with_suffix(f".{number}.json")
+        try:
+            write(path, document(rank, reason))
+        except (OSError, ValueError) as error:
+            warn("rank %d: cannot write what it did into %s: %s", rank, path, error)
+
+
+def dump_aborted(group: GroupFacts, rank: int | None, text: str) -> None:
+    """Record that a group is aborted, because of `rank`, and write a dump before it is torn down."""
+    RECORDER.event(group, "group aborted", rank, text)
+    dump_failure(group.rank, f"group {group.name} was aborted: {text}")
+
+
+def dump_on_sigterm(environ: Mapping[str, str] = os.environ) -> None:
+    """Where ASYNCDIST_DUMP_DIR is set, let SIGTERM write dumps before it does what it did. Only in the main thread."""
+    before = signal.getsignal(signal.SIGTERM)
+    here = threading.current_thread() is threading.main_thread()
+    if not here or not environ.get(DIRECTORY) or isinstance(before, _OnSigterm) or before == signal.SIG_IGN:
+        return
+    signal.signal(signal.SIGTERM, _OnSigterm(before))
+
+
+class _OnSigterm:
+    def __init__(self, before: Any) -> None:
+        self._before = before
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        ranks = {world.rank for world in RECORDER.worlds} or {int(os.environ.get("RANK") or 0)}
+        for rank in sorted(ranks):
+            dump_failure(rank, "SIGTERM")
+        if callable(self._before):
+            self._before(number, frame)
+        else:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
