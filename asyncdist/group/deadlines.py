@@ -12,16 +12,27 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 from asyncdist.collectives.backend import CollectiveWork, WorkKey
+from asyncdist.concurrency.trace import warn
 from asyncdist.errors import CollectiveTimeoutError
+from asyncdist.inspect.dumps import site_of, slow_s_from_environ
 from asyncdist.transport.config import LATE_S
 from asyncdist.world.control import Probe, Status
 from asyncdist.world.world import ABSENCES, ISSUED, NOT_CALLED, World
 
-__all__ = ["ASK_S", "MAX_PROBE_DIALS", "MONITORED_BARRIER", "NOT_HEARD_FROM", "PROBE_S", "Deadlines", "timeout_error"]
+__all__ = [
+    "ASK_S",
+    "MAX_PROBE_DIALS",
+    "MONITORED_BARRIER",
+    "NOT_HEARD_FROM",
+    "PROBE_S",
+    "Deadlines",
+    "timeout_error",
+]
 
 MONITORED_BARRIER: Final = "monitored_barrier"
 """The operation whose expiry on the group's first rank asks all members, however many: that is what it is for."""
@@ -45,6 +56,8 @@ LOOK_S: Final = 0.25
 """Least time between two looks at all operations, unless a deadline passes: else each of thousands of operations would
 be asked about at a moment of its own."""
 
+SLOW_NAMED: Final = 16
+"""Ranks that such a line names."""
 SILENT: Final = "no answer"
 STOPPED: Final = "no answer: its process is stopped, by SIGSTOP or a debugger"
 """That of a rank which shares memory with this one."""
@@ -56,10 +69,14 @@ def timeout_error(work: CollectiveWork, rank: int, missing: Mapping[int, str]) -
     """Return what all members raise when `work` expires on global rank `rank`; `missing` says why by global rank."""
     text = f"{work.operation} #{work.sequence} timed out on rank {rank}"
     if missing:
-        whys = dict.fromkeys(missing.values())
-        ranks = [f"{', '.join(str(one) for one in missing if missing[one] == why)} ({why})" for why in whys]
-        text += f"; missing: rank {', '.join(ranks)}"
+        text += f"; missing: {_spelled(missing)}"
     return CollectiveTimeoutError(text, missing)
+
+
+def _spelled(whys: Mapping[int, str]) -> str:
+    """`rank 1, 2 (not called there), 3 (no answer)`."""
+    ranks = {why: ", ".join(str(rank) for rank in whys if whys[rank] == why) for why in whys.values()}
+    return "rank " + ", ".join(f"{some} ({why})" for why, some in ranks.items())
 
 
 class _Probe(NamedTuple):
@@ -90,6 +107,11 @@ class Deadlines:
         self._timer: asyncio.Handle | None = None
         self._due_s = math.inf  # kept here, as uvloop makes a plain handle of a timer that is due at once
         self._probes: dict[WorkKey, _Probe] = {}
+        self._slow_s = slow_s_from_environ(os.environ)
+        self._late: dict[WorkKey, dict[int, str]] = {}
+        """What members have said of operations that take long."""
+        self._told: set[WorkKey] = set()
+        """Operations that a line of the log has spoken of."""
         self.askers: dict[int, int] = {}
         """Members that have waited long for a collective, and its tag: they are told when this group is closed here."""
 
@@ -118,6 +140,8 @@ class Deadlines:
 
     def answered(self, sender: int, tag: int, sequence: int, state: str) -> bool:
         """A member answered a probe. False if no deadline has passed that the probe was about."""
+        if (tag, sequence) in self._works:
+            self._late.setdefault((tag, sequence), {})[sender] = state
         probe = self._probes.get((tag, sequence))
         if probe is None:
             return False
@@ -150,6 +174,9 @@ class Deadlines:
         now_s = self._loop.time()
         upcoming_s = math.inf
         tags = set()
+        for ended in self._late.keys() - self._works.keys():
+            del self._late[ended]
+        self._told &= self._works.keys()
         for key, work in list(self._works.items()):
             if work.deadline_s is None or key in self._probes:
                 continue
@@ -157,10 +184,14 @@ class Deadlines:
                 self._probe(key)
                 continue
             if work.ask_s <= now_s:
+                age_s = now_s - work.issued_s
                 if key[0] not in tags:  # those behind the oldest of a tag wait for it
                     self._ask_late(work)
-                age_s = now_s - work.issued_s
+                    if age_s >= self._slow_s and key not in self._told:
+                        self._tell_slow(work, age_s)
                 work.ask_s = now_s + age_s if age_s < ASKED_S else math.inf
+                if now_s < work.issued_s + self._slow_s < work.ask_s:
+                    work.ask_s = work.issued_s + self._slow_s
             tags.add(key[0])
             upcoming_s = min(upcoming_s, work.deadline_s, max(work.ask_s, now_s + LOOK_S))
         if upcoming_s < math.inf:
@@ -169,6 +200,15 @@ class Deadlines:
     def _ask_late(self, work: CollectiveWork) -> None:
         waited_for = work.waiting_for()
         self._world.tell(waited_for, Probe(self._group_id, *work.key), dial=len(waited_for) <= MAX_PROBE_DIALS)
+
+    def _tell_slow(self, work: CollectiveWork, age_s: float) -> None:
+        """Say once in the log whom an operation waits for."""
+        self._told.add(work.key)
+        said = self._late.get(work.key, {})
+        whys = {rank: said.get(rank, NOT_HEARD_FROM) for rank in work.waiting_for()[:SLOW_NAMED]}
+        site = "" if work.entry is None else site_of(work.entry)
+        more = f"; called at {site}" if site else ""
+        warn("%s: waits for %.0f s%s%s", work.where, age_s, f" for {_spelled(whys)}" if whys else "", more)
 
     def _probe(self, key: WorkKey) -> None:
         message = Probe(self._group_id, *key)

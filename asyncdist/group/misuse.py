@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
 from asyncdist.concurrency.trace import calling_frame
+from asyncdist.group.hooks import ISSUING_MESSAGES
 from asyncdist.transport.protocol.operations import anew
 from asyncdist.work import Work
 
@@ -121,8 +122,7 @@ def watch_issued(core: object, pairs: object) -> None:
     def watched(issue: Callable[..., Work[Any]]) -> Callable[..., Work[Any]]:
         return lambda *arguments, **options: watch(issue(*arguments, **options))
 
-    messages = "send", "send_objects", "receive", "receive_array", "receive_objects"
-    for owner, name in (core, "issue"), *((pairs, name) for name in messages):
+    for owner, name in (core, "issue"), *((pairs, name) for name in ISSUING_MESSAGES):
         setattr(owner, name, watched(getattr(owner, name)))
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import math
+import os
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from threading import get_ident
@@ -17,9 +21,11 @@ from asyncdist.arrays.objects import GPU_META
 from asyncdist.concurrency.deadline import Timeout, timeout_seconds
 from asyncdist.concurrency.integers import as_int
 from asyncdist.concurrency.loop import place_of
+from asyncdist.concurrency.trace import info, warn
 from asyncdist.errors import DistError, GroupAbortedError
 from asyncdist.group.abort_reasons import explain
 from asyncdist.group.membership import ClosedMembers
+from asyncdist.inspect.dumps import site_of, slow_s_from_environ
 from asyncdist.inspect.recorder import ENDED, RECORDER, GroupFacts
 from asyncdist.messages.objects import RecvObjectsWork, SendObjectsWork
 from asyncdist.messages.work import ANY_SOURCE, OVER, PairWork, RecvArrayWork, RecvWork, SendWork
@@ -111,6 +117,11 @@ class Pairs:
         if parent_id is not None:
             self.closed_members = ClosedMembers(world, group_id, parent_id, ranks, self._waited_for, owner.ask_origin)
         self._closed_by: set[int] = set()
+        self._slow_s = slow_s_from_environ(os.environ)
+        self._slow_timer: asyncio.TimerHandle | None = None
+        self._seen: weakref.WeakSet[PairWork] = weakref.WeakSet()
+        """Those that were under way when last looked for slow ones."""
+        self._told: weakref.WeakSet[PairWork] = weakref.WeakSet()
 
     def send(self, tensor: object, peer: int, tag: int, timeout: Timeout, *, abandon: bool) -> PairWork:
         """Issue a send of `tensor` to `peer`. `abandon`: whether cancelling the last waiter withdraws it."""
@@ -290,6 +301,8 @@ class Pairs:
         return {work.peer for work in self._works}
 
     def _stop_asking(self) -> None:
+        if self._slow_timer is not None:
+            self._slow_timer.cancel()
         if self.closed_members is not None:
             self.closed_members.stop()
 
@@ -364,20 +377,38 @@ class Pairs:
         if complete:
             work.message_received(None, receive)
         elif timeout_s is None and self.closed_members is None and not work._done:
-            self._works.add(work)  # nothing is to be watched
+            self._add(work)  # nothing else is to be watched
         else:
             self._started(work, timeout_s)
 
     def _started(self, work: PairWork, timeout_s: float | None) -> None:
         if work._done:
             return
-        self._works.add(work)
+        self._add(work)
         if timeout_s is not None:
             work.expire_after(timeout_s)
         if self.closed_members is not None:
             self.closed_members.watch(work.peer)
             if self._closed_by:
                 self._fail_if_vain(work)
+
+    def _add(self, work: PairWork) -> None:
+        self._works.add(work)
+        if self._slow_timer is None and self._slow_s < math.inf:
+            self._slow_timer = self._loop.call_later(self._slow_s, self._look_for_slow)
+
+    def _look_for_slow(self) -> None:
+        """Say once in the log which messages were under way all the time since the last look, or since before it."""
+        self._slow_timer = None
+        slow = [work for work in self._works if work in self._seen and work not in self._told]
+        for work in slow[:FORGOTTEN_NAMED]:
+            site = "" if work.entry is None else site_of(work.entry)
+            say = info if isinstance(work, RecvWork) else warn  # a server may wait for its clients for long
+            say("%s: waits for at least %g s%s", work.where, self._slow_s, f"; called at {site}" if site else "")
+        self._told.update(slow)
+        self._seen = weakref.WeakSet(self._works)
+        if len(self._told) < len(self._works):
+            self._slow_timer = self._loop.call_later(self._slow_s, self._look_for_slow)
 
     def _key(self, tag: int) -> bytes:
         key = self._keys.get(tag)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Generator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
@@ -19,6 +19,7 @@ from asyncdist.collectives.backend import Backend, BackendNames
 from asyncdist.concurrency import trace as events
 from asyncdist.concurrency.deadline import INHERIT, Deadline, Timeout, timeout_seconds
 from asyncdist.errors import DistError, GroupAbortedError, PeerLostError
+from asyncdist.group.hooks import ISSUING_MESSAGES, Hook, Hooks
 from asyncdist.group.methods import Operations
 from asyncdist.group.methods.issuer import Core, check_rank, rank_number
 from asyncdist.group.survivors import RankLost
@@ -48,6 +49,7 @@ class ProcessGroup(Operations):
         self.timeout_s = core.timeout_s
         self.pairs = core.pairs
         self._collective = core.issue  # called without a detour: small operations count nanoseconds
+        self._hooks: Hooks | None = None
         self._group_rank = {rank: index for index, rank in enumerate(core.ranks)}
 
     def __repr__(self) -> str:
@@ -76,6 +78,28 @@ class ProcessGroup(Operations):
         if rank not in self._group_rank:
             raise ValueError(f"{name}={rank} is not in group {self.name}: its global ranks are {list(self.ranks)}")
         return self._group_rank[rank]
+
+    def set_timeout(self, timeout: Timeout) -> None:
+        """Give collectives `timeout` (seconds, a timedelta, or None) from now on, where the call says nothing else.
+
+        Local: ranks whose time-outs differ end an operation when the first one's has passed.
+        """
+        self.timeout_s = self._core.timeout_s = timeout_seconds(timeout, self.timeout_s)
+
+    def add_hook(self, before: Hook | None = None, after: Hook | None = None) -> Callable[[], None]:
+        """Have `before(work)` called when an operation is issued here, and `after(work)` once it has ended.
+
+        For metrics and logs: a Work has `operation`, `nbytes`, `sequence`, and then `duration` and `exception()`. They
+        see collectives and messages that are issued by this object, or by functions with it as their group. `before` is
+        called in the call that issues; what it raises, that call raises. `after` is called from the event loop. Returns
+        a function that removes both.
+        """
+        if self._hooks is None:
+            self._hooks = Hooks()
+            self._collective = self._hooks.around(self._collective)
+            for name in ISSUING_MESSAGES:
+                setattr(self.pairs, name, self._hooks.around(getattr(self.pairs, name)))
+        return self._hooks.add(before, after)
 
     def check_usable(self, operation: str) -> None:
         """Raise unless the group is open and this is its event loop."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import json
+import math
 import os
 import re
 import signal
@@ -50,6 +51,8 @@ __all__ = [
     "dump_aborted",
     "dump_failure",
     "dump_on_sigterm",
+    "site_of",
+    "slow_s_from_environ",
     "write",
 ]
 
@@ -60,6 +63,8 @@ DIRECTORY: Final = "ASYNCDIST_DUMP_DIR"
 DUMPS_KEPT: Final = 4
 """Dumps that a process writes by itself for one rank: the first failure counts, what follows of it says little."""
 
+SLOW_S: Final = 15.0
+"""How long an operation waits before a line of the log says for whom, unless ASYNCDIST_SLOW_S says otherwise."""
 ROOTED: Final = frozenset({"broadcast", "reduce", "gather", "scatter"})
 
 _written: dict[Path, int] = {}
@@ -109,7 +114,7 @@ def _described(entry: Entry, wall_s: float) -> dict[str, Any]:
     found["operation"] = entry[OPERATION]
     if facts is not None:
         found |= {"group": facts.name, "group_id": f"{facts.group_id:016x}"}
-    if site := _site_of(entry):
+    if site := site_of(entry):
         found |= {"site": site, "function": entry[CODE].co_qualname}
     task = entry[TASK] if isinstance(entry[TASK], str | None) else entry[TASK]()
     if task is not None:
@@ -157,7 +162,7 @@ def _message(entry: Entry) -> dict[str, Any]:
     return found
 
 
-def _site_of(entry: Entry) -> str:
+def site_of(entry: Entry) -> str:
     """`/home/me/train.py:17`, the line that issued it; empty where none is known."""
     code: CodeType | None = entry[CODE]
     if code is None or code.co_filename == threading.__file__:
@@ -229,3 +234,13 @@ class _OnSigterm:
         else:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+def slow_s_from_environ(environ: Mapping[str, str]) -> float:
+    """After how many seconds an operation counts as slow; never, for 0. Raises ValueError for what is no number."""
+    text = environ.get("ASYNCDIST_SLOW_S", "").strip()
+    try:
+        slow_s = float(text) if text else SLOW_S
+    except ValueError:
+        raise ValueError(f"ASYNCDIST_SLOW_S={text!r} is not a number of seconds") from None
+    return slow_s if slow_s > 0 else math.inf

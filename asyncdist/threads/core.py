@@ -153,7 +153,6 @@ class ThreadCore:
         self.size = inner.size
         self.rank = inner.rank
         self.name = inner.name
-        self.timeout_s = inner.timeout_s
         self.backend_names = inner.backend_names
         self.is_world = inner.is_world
         self.where = inner.where
@@ -169,6 +168,14 @@ class ThreadCore:
     @property
     def closed(self) -> bool:
         return self.inner_core.closed
+
+    @property
+    def timeout_s(self) -> float | None:
+        return self.inner_core.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, timeout_s: float | None) -> None:
+        self.inner_core.timeout_s = timeout_s
 
     def check_usable(self, operation: str) -> None:
         inner = self.inner_core
