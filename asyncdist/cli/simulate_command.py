@@ -14,6 +14,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from asyncdist.cli.latency_picture import draw_latency
 from asyncdist.cli.tables import (
     BYTES,
     CollectiveName,
@@ -125,6 +126,12 @@ class _Several(click.ParamType):  # type: ignore[type-arg]
     type=click.Path(dir_okay=False, path_type=Path),
     help="Draw a picture of the times into this file as well.",
 )
+@click.option(
+    "--latency",
+    "curve",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Draw the times of the smallest size against the number of ranks into this file as well, as SVG.",
+)
 def simulate_command(
     collective: str,
     worlds: tuple[int, ...] | None,
@@ -137,6 +144,7 @@ def simulate_command(
     itemsize: int,
     method: str,
     picture: Path | None,
+    curve: Path | None,
     **constants: float | None,
 ) -> None:
     """Simulate COLLECTIVE and show the seconds until the last rank is done.
@@ -161,6 +169,8 @@ def simulate_command(
             if picture is not None:
                 status.update(f"drawing {picture}")
                 plot(sweep, names, max(worlds), sizes, picture)
+            if curve is not None:
+                curve.write_text(_latency(sweep, names, max(worlds), min(sizes)))
     except (ValueError, OSError) as error:
         raise click.UsageError(str(error)) from error
     except PlotUnavailableError as error:
@@ -267,6 +277,15 @@ def plot(sweep: Sweep, names: Sequence[str], world: int, sizes: Sequence[int], p
     right.set_xticklabels([show_bytes(each) for each in SIZES if nbytes[0] <= each <= nbytes[-1]], rotation=40)
     left.legend(fontsize="small")
     figure.savefig(path, dpi=DOTS_PER_INCH)
+
+
+def _latency(sweep: Sweep, names: Sequence[str], world: int, nbytes: int) -> str:
+    worlds = plotted_worlds(world, sweep.ranks_per_host)
+    if len(worlds) < 2:
+        raise ValueError("--latency needs more than two hosts, to draw a line")
+    each = f", {sweep.ranks_per_host} on each host" if sweep.ranks_per_host > 1 else ""
+    title = f"{sweep.collective} of {show_bytes(nbytes)} on up to {world:,} ranks{each}, simulated"
+    return draw_latency(title, worlds, {name: [sweep.seconds(name, one, nbytes) for one in worlds] for name in names})
 
 
 def _lines(axes: Any, where: Sequence[int], times_s: dict[str, list[float]]) -> None:

@@ -17,8 +17,9 @@ from asyncdist.plan.problem import PRIVATE_COLLECTIVES, Problem
 from asyncdist.plan.steps import Fetch, FetchReduce, Recv, RecvReduce
 
 ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs" / "algorithms.md").read_text()
-COMMANDS = re.findall(r"^asyncdist (explain .* --plot (docs/images/\S+))$", PAGE, re.MULTILINE)
+PAGE = "".join((ROOT / "docs" / page).read_text() for page in ("algorithms.md", "scaling.md"))
+DRAWS = re.compile(r"^asyncdist ((?:explain .* --plot|simulate .* --latency) (docs/images/\S+))$", re.MULTILINE)
+COMMANDS = DRAWS.findall(PAGE)
 REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter", "scan", "exscan")
 EVERY = [
     (collective, name)
@@ -52,6 +53,18 @@ def test_every_message_is_an_arrow(collective: str, name: str, world: int) -> No
         assert reduced >= (world - 1 if collective != "exscan" else world - 2)
     else:
         assert not reduced
+
+
+def test_the_latencies_of_24576_ranks_are_drawn() -> None:
+    svg = ElementTree.parse(ROOT / "docs" / "images" / "all_reduce-latency.svg")
+    texts = [text.text or "" for text in svg.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"12", "24,576", "ring: 111 ms", "double_tree: 107 us"} <= set(texts)
+    assert len(list(svg.iter("{http://www.w3.org/2000/svg}polyline"))) == 2
+
+
+def test_a_line_needs_two_worlds(tmp_path: Path) -> None:
+    done = CliRunner().invoke(main, ["simulate", "barrier", "--world", "2", "--latency", str(tmp_path / "x.svg")])
+    assert "needs more than two hosts" in done.output
 
 
 def test_a_ring_takes_its_rounds_one_after_the_other() -> None:
