@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -76,6 +77,11 @@ class GroupBackends:
         lanes = world.options.get("lanes") is True
         different = self._owner.differs
         return HostBackend(*place, loop=world.loop, pool=world.pool, tuning=tuning, lanes=lanes, on_different=different)
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """See `inspect.recorder.Recorded`."""
+        return self._world.loop
 
     def algorithm_of(self, recipe_key: tuple[Any, ...]) -> str:
         """See `inspect.recorder.Recorded`."""

@@ -6,6 +6,7 @@ are seconds since 1970. It has no contents of arrays, but call sites, names of t
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dis
 import json
@@ -17,10 +18,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from asyncdist.arrays.host import decode_meta
 from asyncdist.concurrency.trace import warn
@@ -67,6 +68,10 @@ SLOW_S: Final = 15.0
 """How long an operation waits before a line of the log says for whom, unless ASYNCDIST_SLOW_S says otherwise."""
 ROOTED: Final = frozenset({"broadcast", "reduce", "gather", "scatter"})
 
+LINES_KEPT: Final = 50
+"""Of the stack of a thread or of a task."""
+TASKS_KEPT: Final = 1000
+
 _written: dict[Path, int] = {}
 
 
@@ -90,7 +95,43 @@ def document(rank: int, reason: str) -> dict[str, Any]:
             for group in groups.values()
         ],
         "entries": [_described(entry, wall_s) for entry in entries],
+        "threads": _threads(),
+        "tasks": _tasks(group for group in groups.values()),
     }
+
+
+def _threads() -> dict[str, list[str]]:
+    """Where each thread is, its innermost line first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    found = {}
+    for ident, innermost in sys._current_frames().items():
+        lines: list[str] = []
+        frame = cast(FrameType | None, innermost)
+        while frame is not None and len(lines) < LINES_KEPT:
+            lines.append(_line(frame))
+            frame = frame.f_back
+        found[f"{names.get(ident, 'unknown')} ({ident})"] = lines
+    return found
+
+
+def _tasks(groups: Iterable[GroupFacts]) -> dict[str, list[str]]:
+    """Where each task of the groups' event loops waits, its innermost line first."""
+    found = {}
+    backends = filter(None, (group.group() for group in groups))
+    for loop in {backend.loop for backend in backends}:
+        with contextlib.suppress(RuntimeError):  # the loop's thread makes tasks meanwhile
+            for task in list(asyncio.all_tasks(loop))[:TASKS_KEPT]:
+                lines: list[str] = []
+                waiting = cast(Any, task.get_coro())
+                while (frame := getattr(waiting, "cr_frame", None)) is not None and len(lines) < LINES_KEPT:
+                    lines.insert(0, _line(frame))
+                    waiting = waiting.cr_await
+                found[task.get_name()] = lines
+    return found
+
+
+def _line(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_qualname}"
 
 
 def _copy() -> list[Entry]:

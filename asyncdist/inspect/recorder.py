@@ -59,6 +59,10 @@ PLACE, OPERATION, SHAPE, GROUP, CODE, AT, TASK, ISSUED, ENDED, NOTE, PEER, NBYTE
 class Recorded(Protocol):
     """What a group says of its operations when somebody asks."""
 
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop that it belongs to."""
+
     def algorithm_of(self, recipe_key: tuple[Any, ...]) -> str:
         """The algorithm of calls like this one; empty if it is not known."""
 

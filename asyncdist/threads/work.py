@@ -131,6 +131,7 @@ class ThreadWork(Work[T]):
             self._fail(inner._error)
         else:
             self._finish(inner._result)
+        self.entry = inner.entry
 
     @property
     def where(self) -> str:

@@ -82,6 +82,24 @@ def test_what_is_under_way_says_whom_it_waits_for() -> None:
     assert (entry["peer"], entry.get("ended")) == (0, None)
 
 
+def test_a_dump_says_where_threads_and_tasks_are() -> None:
+    async def waits(group: Group) -> None:
+        await group.recv(np.empty(1), 1)
+
+    async def main(group: Group) -> dict[str, Any]:
+        task = asyncio.create_task(waits(group), name=f"waits on rank {group.rank}")
+        await asyncio.sleep(1)
+        found = dumps.document(group.rank, "asked")
+        task.cancel()
+        return found
+
+    found = run_world(2, main)[0]
+    innermost = found["tasks"]["waits on rank 0"][0]
+    assert innermost == f"{__file__}:{waits.__code__.co_firstlineno + 1} {waits.__qualname__}"
+    (here,) = [lines for name, lines in found["threads"].items() if name.startswith("MainThread")]
+    assert any(line.endswith(main.__qualname__) for line in here)
+
+
 def test_the_ring_is_bounded_and_keeps_neither_arrays_nor_errors_nor_groups() -> None:
     async def main(group: Group) -> tuple[weakref.ref[Any], ...]:
         x = np.ones(3)
