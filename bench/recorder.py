@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import statistics
-from collections.abc import Awaitable, Callable
 from time import perf_counter
 from typing import Any
 
@@ -33,22 +32,25 @@ async def _measure(pairs: int) -> list[tuple[list[float], list[float]]]:
         return [await _case(group, name, nbytes, pairs) for name, nbytes in CASES]
 
 
-async def _case(group: dist.ProcessGroup, name: str, nbytes: int, pairs: int) -> tuple[list[float], list[float]]:
-    x = np.ones(nbytes // 4, np.float32)
+async def _all_reduces(group: dist.ProcessGroup, x: Any, count: int) -> None:
+    for _ in range(count):
+        await group.all_reduce(x, dist.ReduceOp.MAX)
 
-    async def exchange() -> None:
+
+async def _messages(group: dist.ProcessGroup, x: Any, count: int) -> None:
+    for _ in range(count):
         await (group.send(x, 1) if group.rank == 0 else group.recv(x, 0))
 
-    operation: Callable[[], Awaitable[Any]] = exchange
-    if name == "all_reduce":
-        operation = lambda: group.all_reduce(x, dist.ReduceOp.MAX)  # noqa: E731
+
+async def _case(group: dist.ProcessGroup, name: str, nbytes: int, pairs: int) -> tuple[list[float], list[float]]:
+    x = np.ones(nbytes // 4, np.float32)
+    operations = _all_reduces if name == "all_reduce" else _messages
     found: tuple[list[float], list[float]] = ([], [])
     for number in range(2 * (pairs + 1)):
         RECORDER.on = number % 2 == 0
         await group.barrier()
         start_s = perf_counter()
-        for _ in range(BLOCK[name]):
-            await operation()
+        await operations(group, x, BLOCK[name])
         await group.barrier()
         if number > 1:
             found[number % 2].append((perf_counter() - start_s) / BLOCK[name] * 1e6)
