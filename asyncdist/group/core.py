@@ -7,7 +7,6 @@ Users hold a `ProcessGroup`, whose methods call it.
 from __future__ import annotations
 
 import asyncio
-import sys
 from asyncio import current_task
 from collections.abc import Callable, Collection, Sequence
 from threading import get_ident
@@ -194,12 +193,9 @@ class GroupCore:
         if not RECORDER.on:
             entry: Entry = [key, operation, call.recipe_key]
         else:
-            frame = sys._getframe(2)
-            code, at = frame.f_code, frame.f_lasti
-            if id(code) not in RECORDER.callers:
-                code, at = RECORDER.caller(frame)
-            facts, now_s = self.pairs.facts, monotonic()
-            entry = work.entry = [key, operation, call.recipe_key, facts, code, at, last, now_s, None, None]
+            facts, site = self.pairs.facts, RECORDER.caller() if RECORDER.sites else None
+            entry = [key, operation, call.recipe_key, facts, site, last, monotonic(), None, None]
+            work.entry = entry
             RECORDER.entries.append(entry)
         if self._rejected.early and key in self._rejected.early:
             self._fail(work, explain(self.where(operation, sequence), self._rejected.early.pop(key)))

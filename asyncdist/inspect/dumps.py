@@ -20,14 +20,12 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, Final, cast
 
 from asyncdist.arrays.host import decode_meta
 from asyncdist.concurrency.trace import warn
 from asyncdist.inspect.recorder import (
-    AT,
-    CODE,
     ENDED,
     GROUP,
     ISSUED,
@@ -38,6 +36,7 @@ from asyncdist.inspect.recorder import (
     PLACE,
     RECORDER,
     SHAPE,
+    SITE,
     TASK,
     Entry,
     GroupFacts,
@@ -156,7 +155,7 @@ def _described(entry: Entry, wall_s: float) -> dict[str, Any]:
     if facts is not None:
         found |= {"group": facts.name, "group_id": f"{facts.group_id:016x}"}
     if site := site_of(entry):
-        found |= {"site": site, "function": entry[CODE].co_qualname}
+        found |= {"site": site, "function": entry[SITE][0].co_qualname}
     task = entry[TASK] if isinstance(entry[TASK], str | None) else entry[TASK]()
     if task is not None:
         found["task"] = task if isinstance(task, str) else task.get_name()
@@ -205,12 +204,12 @@ def _message(entry: Entry) -> dict[str, Any]:
 
 def site_of(entry: Entry) -> str:
     """`/home/me/train.py:17`, the line that issued it; empty where none is known."""
-    code: CodeType | None = entry[CODE]
-    if code is None or code.co_filename == threading.__file__:
+    if entry[SITE] is None or entry[SITE][0].co_filename == threading.__file__:
         return ""
+    code, last = entry[SITE]
     line = code.co_firstlineno
     for start, at in dis.findlinestarts(code):
-        if start > entry[AT]:
+        if start > last:
             break
         line = at if at is not None else line
     return f"{code.co_filename}:{line}"

@@ -10,6 +10,7 @@ Ranks of one process share the ring, which has room for the operations of each.
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -35,25 +36,25 @@ __all__ = [
 ENTRIES: Final = 2000
 """Operations remembered of each rank: two seconds of a thousand a second, in some 600 KB."""
 
-CODES_KEPT: Final = 256
-"""Functions that are known to be the user's, or ours: a program has some dozens that issue operations."""
 _OURS: Final = frozenset({"asyncdist", "asyncio", "concurrent", "uvloop"})
-_getframe: Final = sys._getframe
 # asyncio's own is a function of Python before 3.12, and a message counts nanoseconds.
 _current_task: Final[Callable[[asyncio.AbstractEventLoop], asyncio.Task[Any] | None]] = (
     asyncio.current_task if sys.version_info >= (3, 12) else vars(asyncio.tasks)["_current_tasks"].get
 )
 
+Site: TypeAlias = tuple[CodeType, int]
+"""A line of a program, as code and instruction."""
+
 Entry: TypeAlias = list[Any]
 """What is known of one operation, at the places below; the last two of messages and events only.
 
 PLACE: tag and sequence number of a collective, the tag of a message. SHAPE: the `Call.recipe_key` of a collective, the
-dtype and shape of a message as they travel, the keys of a store. GROUP: its `GroupFacts`; None of a store. CODE and AT:
-the calling line, as code and instruction. TASK: a weak reference to the task, or its name. ISSUED and ENDED: as
+dtype and shape of a message as they travel, the keys of a store. GROUP: its `GroupFacts`; None of a store. SITE: the
+calling line, or None. TASK: a weak reference to the task, or its name. ISSUED and ENDED: as
 `time.monotonic` has it, or None. NOTE: what went wrong, as text; or the group rank that was waited for last, as number.
 PEER: a global rank, -1 for any.
 """
-PLACE, OPERATION, SHAPE, GROUP, CODE, AT, TASK, ISSUED, ENDED, NOTE, PEER, NBYTES = range(12)
+PLACE, OPERATION, SHAPE, GROUP, SITE, TASK, ISSUED, ENDED, NOTE, PEER, NBYTES = range(11)
 
 
 class Recorded(Protocol):
@@ -96,52 +97,33 @@ class Recorder:
         self.entries: deque[Entry] = deque(maxlen=ENTRIES)
         self.worlds: list[GroupFacts] = []
         """Those of this process that are open."""
-        self.callers: dict[int, CodeType] = {}
-        """By address: code that is known to be the user's."""
-        self._ours: dict[int, CodeType] = {}
+        self.sites = False
+        """Whether to record which line issued an operation, for half a microsecond: where dumps are asked for."""
 
     def message(self, facts: GroupFacts, tag: int, work: Any, meta: bytes, loop: asyncio.AbstractEventLoop) -> None:
-        """Record a message that is issued now, by who called whom our caller's caller was called by."""
-        frame = _getframe(4)
-        code, at = frame.f_code, frame.f_lasti
-        if id(code) not in self.callers:
-            code, at = self.caller(frame)
-        task = _current_task(loop)
-        name = None if task is None else task.get_name()
-        entry = [tag, work.operation, meta, facts, code, at, name, monotonic(), None, None, work.peer, work.nbytes]
-        work.entry = entry
-        self.entries.append(entry)
+        """Record a message that is issued now."""
+        site, task = (self.caller(), task_name(loop)) if self.sites else (None, None)
+        work.entry = [tag, work.operation, meta, facts, site, task, monotonic(), None, None, work.peer, work.nbytes]
+        self.entries.append(work.entry)
 
     def wait(self, operation: str, keys: Any, loop: asyncio.AbstractEventLoop) -> Entry:
         """Record that the store is asked for what other clients are to do."""
-        code, at = self.caller(_getframe(3))
-        task = _current_task(loop)
-        name = None if task is None else task.get_name()
-        entry = [None, operation, keys, None, code, at, name, monotonic(), None, None]
+        entry = [None, operation, keys, None, self.caller(), task_name(loop), monotonic(), None, None]
         self.entries.append(entry)
         return entry
 
-    def caller(self, frame: FrameType | None) -> tuple[Any, int]:
-        """Code and instruction of the first frame from `frame` on that is not of ours; None where there is none."""
-        while frame is not None:
-            code = frame.f_code
-            if id(code) not in self._ours:
-                if id(code) in self.callers:
-                    return code, frame.f_lasti
-                ours = (frame.f_globals.get("__package__") or "").partition(".")[0] in _OURS
-                known = self._ours if ours else self.callers
-                if len(known) >= CODES_KEPT:
-                    known.clear()
-                known[id(code)] = code
-                continue
+    def caller(self) -> Site | None:
+        """The line of the program that called us: the innermost that is none of ours or of the event loop's."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and (frame.f_globals.get("__package__") or "").partition(".")[0] in _OURS:
             frame = frame.f_back
-        return None, 0
+        return None if frame is None else (frame.f_code, frame.f_lasti)
 
     def event(self, group: GroupFacts, what: str, peer: int | None = None, error: object = None) -> None:
         """Record what has become of a group or a rank."""
         now_s = monotonic()
         text = None if error is None else str(error)
-        entry = [None, what, None, group, None, 0, None, now_s, now_s, text, peer, 0]
+        entry = [None, what, None, group, None, None, now_s, now_s, text, peer, 0]
         self.entries.append(entry)
 
     def made(
@@ -152,6 +134,8 @@ class Recorder:
         if is_world:
             self.worlds.append(facts)
             self._resize()
+            wanted = os.environ.get("ASYNCDIST_CALL_SITES", "").strip() or os.environ.get("ASYNCDIST_DUMP_DIR", "0")
+            self.sites |= wanted != "0"
         self.event(facts, f"group of {len(ranks)} made")
         return facts
 
@@ -166,6 +150,12 @@ class Recorder:
         room = max(1, len(self.worlds)) * ENTRIES
         if room != self.entries.maxlen:
             self.entries = deque(self.entries, room)
+
+
+def task_name(loop: asyncio.AbstractEventLoop) -> str | None:
+    """The name of the task that runs, if one does."""
+    task = asyncio.current_task(loop)
+    return None if task is None else task.get_name()
 
 
 RECORDER: Final = Recorder()

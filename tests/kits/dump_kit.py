@@ -37,4 +37,6 @@ def dumped(folder: Path, *, differ: bool) -> None:
             with pytest.raises(dist.DistError):
                 await work
 
-    run_world(3, main)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(RECORDER, "sites", True)
+        run_world(3, main)

@@ -28,7 +28,7 @@ def of_kind(document: dict[str, Any], kind: str) -> list[dict[str, Any]]:
     return [entry for entry in document["entries"] if entry["kind"] == kind]
 
 
-def test_a_dump_says_what_was_done_where_and_by_whom(tmp_path: Path) -> None:
+def test_a_dump_says_what_was_done_where_and_by_whom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main(group: Group) -> None:
         x = np.ones(3, np.float32)
         for work in dist.all_reduce(x), group.broadcast(x, 1, tag=5):
@@ -41,6 +41,7 @@ def test_a_dump_says_what_was_done_where_and_by_whom(tmp_path: Path) -> None:
             await group.recv(np.empty(3, np.float32), tag=7)
         dist.dump(tmp_path / f"{group.rank}.json", reason="asked")
 
+    monkeypatch.setattr(RECORDER, "sites", True)
     run_world(2, main)
     document = json.loads((tmp_path / "1.json").read_text())
     assert (document["format"], document["version"], document["rank"]) == (dumps.FORMAT, dumps.VERSION, 1)

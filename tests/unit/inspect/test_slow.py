@@ -10,11 +10,17 @@ from group_kit import Group
 
 import asyncdist as dist
 from asyncdist.inspect.dumps import SLOW_S, slow_s_from_environ
+from asyncdist.inspect.recorder import RECORDER
 from asyncdist.testing import run_world
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if "waits for" in record.message]
+
+
+@pytest.fixture(autouse=True)
+def _sites(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RECORDER, "sites", True)
 
 
 def test_an_operation_that_waits_says_once_for_whom_and_where_it_was_called(caplog: pytest.LogCaptureFixture) -> None:
