@@ -28,8 +28,6 @@ from asyncdist.store.base import decoded_key, encoded_key
 if TYPE_CHECKING:
     from asyncdist.store.member import Membership
 
-__all__ = ["Worlds"]
-
 FORM_S: Final = 1.0
 """How long members wait for one that does not come to a new world: it may have been killed on the way. All have met in
 the store just before. Twice as long after each world that did not form, up to `MAX_FORM_S`: a process may be busy."""

@@ -41,8 +41,6 @@ from asyncdist.world.tuning_file import agreed_tuning, own_tuning
 from asyncdist.world.world import World
 from asyncdist_server.wire.auth import derive_key, load_token
 
-__all__ = ["GroupOpening", "MeshFactory", "init_process_group", "open_world"]
-
 MeshFactory: TypeAlias = Callable[[int, int, bytes, bytes, Resolve, World, TransportConfig], BaseMesh]
 """Rank, world size, world id, secret, address look-up, owner, configuration."""
 

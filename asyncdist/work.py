@@ -20,8 +20,6 @@ from asyncdist.errors import WaitTimeoutError
 from asyncdist.inspect.recorder import ENDED, ISSUED, NOTE, Entry
 from asyncdist.transport.protocol.operations import anew
 
-__all__ = ["CollectiveWork", "DeviceTail", "Listener", "Work", "WorkKey", "WorkOwner", "until_ended"]
-
 T = TypeVar("T")
 
 

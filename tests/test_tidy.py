@@ -15,6 +15,7 @@ FILES = sorted(
 )
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 70  # to see it at once; its docstring does not count
+FACES = ("__init__.py", "asyncdist/errors.py", "asyncdist/functional.py", "asyncdist/weights/vllm.py")  # users import these
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Trees: TypeAlias = list[tuple[str, ast.Module]]
@@ -37,6 +38,17 @@ def exported(tree: ast.Module) -> set[str] | None:
         if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["__all__"]:
             return set(ast.literal_eval(node.value))
     return None
+
+
+def says_it_again(tree: ast.Module) -> bool:
+    """Whether `__all__` lists what has no underscore: every such class and function, and nothing from elsewhere."""
+    listed = exported(tree)
+    if listed is None or any(name.startswith("_") for name in listed):
+        return False
+    imports = (node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom))
+    imported = {alias.asname or alias.name for node in imports for alias in node.names}
+    named = {node.name for node in tree.body if isinstance(node, ast.ClassDef | Function)}
+    return not imported & listed and all(name.startswith("_") for name in named - listed)
 
 
 def undocumented(tree: ast.Module) -> Iterator[str]:
@@ -75,6 +87,11 @@ def test_what_is_public_has_a_docstring(trees: Trees) -> None:
     assert not [f"{path}: {name}" for path, tree in packages for name in undocumented(tree)]
 
 
+def test_names_are_listed_in_faces_and_where_underscores_do_not_say_it(trees: Trees) -> None:
+    packages = [(path, tree) for path, tree in trees if path.startswith(("asyncdist/", "server/"))]
+    assert not [path for path, tree in packages if not path.endswith(FACES) and says_it_again(tree)]
+
+
 def test_asserts_have_no_effects(trees: Trees) -> None:
     assert not [
         f"{path}:{node.lineno}"
@@ -96,6 +113,9 @@ def test_planted_untidiness_is_found() -> None:
         "f (line 2)",
     ]
     assert list(undocumented(ast.parse("'Doc.'\n__all__ = ['A']\nclass A: ...\ndef f(): ..."))) == ["A (line 3)"]
+    assert says_it_again(ast.parse("__all__ = ['A']\nX = 1\nclass A: ...\ndef _f(): ..."))
+    assert not says_it_again(ast.parse("__all__ = ['A']\nclass A: ...\ndef f(): ..."))
+    assert not says_it_again(ast.parse("from a import A\n__all__ = ['A']"))
     planted = ast.parse("assert (x := f())").body[0]
     assert isinstance(planted, ast.Assert)
     assert has_effect(planted.test)

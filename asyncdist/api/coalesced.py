@@ -10,19 +10,6 @@ from asyncdist.concurrency.deadline import INHERIT, Timeout
 from asyncdist.group.default_group import Group, resolve, root_of
 from asyncdist.work import Work
 
-__all__ = [
-    "all_gather_coalesced",
-    "all_gather_into_tensor_coalesced",
-    "all_gather_multigpu",
-    "all_reduce_coalesced",
-    "all_reduce_multigpu",
-    "broadcast_coalesced",
-    "broadcast_multigpu",
-    "reduce_multigpu",
-    "reduce_scatter_multigpu",
-    "reduce_scatter_tensor_coalesced",
-]
-
 
 def all_reduce_coalesced(
     tensors: Sequence[Any],

@@ -12,28 +12,6 @@ from asyncdist.group.default_group import Group, resolve, root_of
 from asyncdist.group.methods.streams import DEFAULT_CHUNK_BYTES, ChunkStream
 from asyncdist.work import Work
 
-__all__ = [
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_single",
-    "all_gather_stream",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "broadcast_stream",
-    "exscan",
-    "gather",
-    "monitored_barrier",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_tensor",
-    "scan",
-    "scatter",
-]
-
 
 def all_reduce(
     tensor: Any,

@@ -16,18 +16,6 @@ from asyncdist.group.default_group import Group, resolve
 from asyncdist.group.non_member import NonMember
 from asyncdist.group.process_group import ProcessGroup
 
-__all__ = [
-    "SHRINK_ABORT",
-    "GroupMember",
-    "destroy_process_group",
-    "new_group",
-    "new_subgroups",
-    "new_subgroups_by_enumeration",
-    "shrink_group",
-    "split_group",
-    "warn_unused",
-]
-
 
 class GroupMember:
     """What a group is compared with in scripts written for torch.distributed.

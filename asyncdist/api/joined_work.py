@@ -10,8 +10,6 @@ from asyncdist.errors import CollectiveMismatchError
 from asyncdist.group.process_group import ProcessGroup
 from asyncdist.work import Work
 
-__all__ = ["JoinedWork"]
-
 
 class JoinedWork(Work[Any]):
     """Done once all `parts` are; the result is `value`.

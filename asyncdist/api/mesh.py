@@ -17,8 +17,6 @@ from asyncdist.concurrency.integers import as_int, as_ints
 from asyncdist.group.default_group import Group, resolve
 from asyncdist.group.process_group import ProcessGroup
 
-__all__ = ["DeviceMesh", "arrange", "init_device_mesh"]
-
 Axes: TypeAlias = tuple[int, ...]
 """The axes of the whole grid that one dimension of a mesh runs along, the slowest first; several where it is flat."""
 

@@ -11,19 +11,6 @@ from asyncdist.group.methods.objects import DEFAULT_MAX_TOTAL_BYTES
 from asyncdist.group.methods.point_to_point import DEFAULT_MAX_BYTES
 from asyncdist.work import Work
 
-__all__ = [
-    "all_gather_array",
-    "all_gather_object",
-    "broadcast_array",
-    "broadcast_object_list",
-    "gather_array",
-    "gather_object",
-    "recv_object_list",
-    "scatter_array",
-    "scatter_object_list",
-    "send_object_list",
-]
-
 
 def all_gather_object(
     object_list: list[Any],

@@ -12,8 +12,6 @@ from asyncdist.group.methods.point_to_point import DEFAULT_MAX_BYTES
 from asyncdist.group.point_to_point import check_tag
 from asyncdist.work import Work
 
-__all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "recv_array", "send"]
-
 
 def isend(
     tensor: Any,

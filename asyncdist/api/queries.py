@@ -19,33 +19,6 @@ from asyncdist.group.non_member import NonMember
 from asyncdist.group.process_group import DTypeLike, ProcessGroup, Shape
 from asyncdist.inspect.dumps import document, write
 
-__all__ = [
-    "dump",
-    "empty",
-    "get_backend",
-    "get_backend_config",
-    "get_default_backend_for_device",
-    "get_default_group",
-    "get_global_rank",
-    "get_group_rank",
-    "get_node_local_rank",
-    "get_pg_count",
-    "get_process_group_ranks",
-    "get_rank",
-    "get_world_size",
-    "is_available",
-    "is_backend_available",
-    "is_gloo_available",
-    "is_initialized",
-    "is_launched",
-    "is_mpi_available",
-    "is_nccl_available",
-    "is_ucc_available",
-    "is_xccl_available",
-    "supports_complex",
-    "zeros",
-]
-
 
 def dump(path: str | os.PathLike[str], *, reason: str = "", group: Group = None) -> None:
     """Write what this rank has done of late, and what it waits for, into a file, as JSON.

@@ -14,18 +14,6 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "Array",
-    "Flat",
-    "decode_meta",
-    "describe",
-    "dtype_named",
-    "encode_meta",
-    "host_array",
-    "human_bytes",
-    "sendable_dtype",
-]
-
 Array = NDArray[Any]
 
 _SENDABLE_KINDS: Final = frozenset("biufc")

@@ -34,8 +34,6 @@ import numpy as np
 from asyncdist.arrays.host import Array, decode_meta, encode_meta, host_array
 from asyncdist.errors import RemoteProtocolError
 
-__all__ = ["ALIGNMENT", "APART_BYTES", "GPU_META", "MAX_DEPTH", "OBJECT_META", "decode", "encode"]
-
 OBJECT_META: Final = b"\0object"
 """What travels before the bytes of an object, where a dtype and a shape travel before those of an array."""
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from numbers import Complex
 from typing import Any, Final, TypeAlias
 
-__all__ = ["CustomOp", "PremulSum", "ReduceOp", "ReduceOpLike"]
-
 
 @dataclass(frozen=True, slots=True)
 class PremulSum:

@@ -26,8 +26,6 @@ from asyncdist.arrays.host import Array
 from asyncdist.arrays.reduce_op import CustomOp, PremulSum, ReduceOp, ReduceOpLike
 from asyncdist.errors import DistError
 
-__all__ = ["Kernel", "finish", "kernel", "prepare", "validate"]
-
 Kernel: TypeAlias = Callable[[Array, Array, Array], object]
 """kernel(left, right, out): out = left op right, elementwise; `out` may be either operand."""
 

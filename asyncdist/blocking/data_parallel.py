@@ -20,8 +20,6 @@ from asyncdist.data_parallel.sampler import DistributedSampler as InnerSampler
 from asyncdist.group.default_group import resolve
 from asyncdist.group.non_member import NonMember
 
-__all__ = ["DistributedDataParallel", "DistributedSampler", "GradientBuckets"]
-
 _rank = asked(queries.get_rank)
 _world_size = asked(queries.get_world_size)
 

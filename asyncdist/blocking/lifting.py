@@ -14,8 +14,6 @@ from asyncdist.gpu.streams import carried
 from asyncdist.group.misuse import watch
 from asyncdist.group.team import Reduced
 
-__all__ = ["P2POp", "asked", "collective", "completed", "issued"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -11,8 +11,6 @@ from asyncdist.api.mesh import arrange
 from asyncdist.blocking.group import ProcessGroup, get_default_group
 from asyncdist.blocking.lifting import issued
 
-__all__ = ["DeviceMesh", "init_device_mesh"]
-
 
 class DeviceMesh(InnerMesh):
     """See `asyncdist.DeviceMesh`: its groups wait."""

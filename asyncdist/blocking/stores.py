@@ -17,8 +17,6 @@ from asyncdist.errors import ClosedError
 from asyncdist.threads.bridge import call_forgotten, complete
 from asyncdist.threads.thread import CommunicationThread, acquire, release
 
-__all__ = ["FileStore", "HashStore", "PrefixStore", "Store", "TCPStore", "inner_store"]
-
 
 def _verb(verb: Callable[..., Any]) -> Callable[..., Any]:
     """The same verb, which waits for its answer."""

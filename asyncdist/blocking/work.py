@@ -20,8 +20,6 @@ from asyncdist.work import Work as InnerWork
 if TYPE_CHECKING:
     from asyncdist.blocking.group import Session
 
-__all__ = ["ChunkStream", "Work", "refuse_loop"]
-
 T = TypeVar("T")
 
 

@@ -17,8 +17,6 @@ from asyncdist.concurrency.integers import as_int
 from asyncdist.group.default_group import Group, resolve
 from asyncdist.group.process_group import ProcessGroup
 
-__all__ = ["Loaded", "Part", "load", "save"]
-
 T = TypeVar("T")
 
 TAG: Final = 0x63_68_6B_70

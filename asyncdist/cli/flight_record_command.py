@@ -11,8 +11,6 @@ import click
 from asyncdist.inspect import dumps
 from asyncdist.inspect.flight_record import flight_records
 
-__all__ = ["flight_record_command"]
-
 
 @click.command("flight-record", short_help="Write dumps for the analyzer of torch.")
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))

@@ -9,8 +9,6 @@ from xml.sax.saxutils import escape
 
 from asyncdist.cli.tables import show_seconds
 
-__all__ = ["draw_latency"]
-
 _COLOURS: Final = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17becf", "#7f7f7f", "#bcbd22")
 _LEFT, _TOP, _WIDTH, _HEIGHT = 80, 50, 560, 320
 

@@ -12,8 +12,6 @@ from asyncdist.plan.algorithms.registry import build
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Fetch, FetchReduce, Plan, Publish, Recv, RecvReduce, Reduce, Send, Slice, Step
 
-__all__ = ["MAX_RANKS", "Arrow", "arrows", "draw"]
-
 MAX_RANKS: Final = 32
 """More do not fit beside each other."""
 

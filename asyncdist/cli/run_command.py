@@ -37,9 +37,6 @@ from asyncdist.launch.config import (
 from asyncdist.launch.logs import LogSpec, parse_local_ranks, parse_needles, parse_streams
 from asyncdist.launch.scheduler import find_place
 
-__all__ = ["run_command"]
-
-
 Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 _HINTS: Final = {

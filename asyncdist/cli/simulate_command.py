@@ -27,8 +27,6 @@ from asyncdist.cli.tables import (
 from asyncdist.plan.cost.constants import BUILT_IN, Constants, Link
 from asyncdist.plan.simulation.simulate import Method, Sweep, simulated_collectives
 
-__all__ = ["SECONDS", "PlotUnavailableError", "plot", "plotted_sizes", "plotted_worlds", "simulate_command"]
-
 MAX_WORLD: Final = 1 << 20
 """Largest world that is simulated: a rank's plan has a number for every rank's block."""
 

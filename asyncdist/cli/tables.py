@@ -19,16 +19,6 @@ from asyncdist.plan.cost.constants import BUILT_IN, Constants
 from asyncdist.plan.problem import PRIVATE_COLLECTIVES
 from asyncdist.world.tuning_file import read_file, stored_constants
 
-__all__ = [
-    "BYTES",
-    "CollectiveName",
-    "named_constants",
-    "show_bytes",
-    "show_seconds",
-    "table_console",
-    "transport_here",
-]
-
 _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS: Final = {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
 

@@ -43,8 +43,6 @@ from asyncdist.world.tuning_file import (
     stored_constants,
 )
 
-__all__ = ["tune_command"]
-
 DEFAULT_SECONDS: Final = 16.0
 """For all transports together: with the start of the processes about thirty seconds, for which a user may wait."""
 

@@ -13,8 +13,6 @@ from datetime import timedelta
 from numbers import Real
 from typing import Final, TypeAlias
 
-__all__ = ["DEFAULT_TIMEOUT_S", "INHERIT", "Deadline", "Inherit", "Timeout", "timeout_seconds"]
-
 DEFAULT_TIMEOUT_S: Final = 1800.0
 """Thirty minutes, torch.distributed's default for CPU groups."""
 

@@ -12,8 +12,6 @@ from operator import index
 
 import numpy as np
 
-__all__ = ["SubgroupNames", "as_int", "as_ints", "derive_group_id", "spell_ranks"]
-
 
 def as_int(value: object, must: str) -> int:
     """Return `value` as an int. Raises TypeError, which begins with `must`, for what is none, and for a bool."""

@@ -23,20 +23,6 @@ from typing import Any, Final, Protocol, TypeVar
 
 from asyncdist.concurrency.trace import shorten_if_uncaught
 
-__all__ = [
-    "Forkable",
-    "Place",
-    "close_in_forked_child",
-    "due_ms",
-    "forget_closed",
-    "lendable",
-    "loop_factory",
-    "place_of",
-    "prepare_fork",
-    "run",
-    "watched",
-]
-
 T = TypeVar("T")
 
 _TERMINATED: Final = 128 + signal.SIGTERM

@@ -10,20 +10,6 @@ from collections.abc import Mapping
 from time import perf_counter
 from typing import Final, Protocol
 
-__all__ = [
-    "CATCH",
-    "DEFAULT_SPIN_US",
-    "MAX_SKIPPED",
-    "MAX_SPIN_US",
-    "PATIENCE",
-    "TURN_S",
-    "MeshSpins",
-    "Pending",
-    "Persistence",
-    "Spins",
-    "spin_us_from_environ",
-]
-
 DEFAULT_SPIN_US: Final = 20.0
 """As long as being woken takes: looking longer could cost more than sleeping at once would have."""
 MAX_SPIN_US: Final = 1000.0

@@ -16,8 +16,6 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
-__all__ = ["PATIENCE_S", "start_task", "telling", "uninterrupted"]
-
 T = TypeVar("T")
 
 PATIENCE_S: Final = 15.0

@@ -23,29 +23,14 @@ from typing import Any, Final
 
 from asyncdist.errors import GroupAbortedError, PeerLostError
 
-__all__ = [
-    "PREFIX",
-    "SUBJECTS",
-    "VARIABLES",
-    "calling_frame",
-    "configure_logging",
-    "emit",
-    "info",
-    "misspelt",
-    "shorten_if_uncaught",
-    "tracing",
-    "warn",
-    "warn_of_misspelt",
-]
-
 SUBJECTS: Final = ("init", "net", "store", "tune")
 
 PREFIX: Final = "ASYNCDIST_"
 
 VARIABLES: Final = frozenset(
-    """ADVERTISE ALGO CALL_SITES CHECK CUDA_PATH DEBUG DUMP_DIR EMPTY_BYTES JOB_ID KEEPALIVE_S LOSSES PORT_RANGE ROUND
-    SHM_BYTES SINGLE_COPY SLOW_S SOCKET_DIR SOCKET_IFNAME SPIN_US STORE STORE_OUTAGE STREAMS SWITCH_INTERVAL TIMEOUT TLS_CA
-    TLS_CERT TLS_KEY TLS_SERVER_NAME TOKEN TOKEN_FILE TRANSPORT TUNING""".split()  # noqa: SIM905 - a line each is no easier to read
+    """ADVERTISE ALGO CALL_SITES CHECK CUDA_PATH DEBUG DUMP_DIR EMPTY_BYTES JOB_ID KEEPALIVE_S LOSSES PORT_RANGE
+    ROUND SHM_BYTES SINGLE_COPY SLOW_S SOCKET_DIR SOCKET_IFNAME SPIN_US STORE STORE_OUTAGE STREAMS
+    SWITCH_INTERVAL TIMEOUT TLS_CA TLS_CERT TLS_KEY TLS_SERVER_NAME TOKEN TOKEN_FILE TRANSPORT TUNING""".split()  # noqa: SIM905 - a line each is no easier to read
 )
 """Those that are read here, without the prefix. The daemon looks after its own, which begin with SERVER_."""
 

@@ -35,8 +35,6 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # where NCCL is missing cupy warns, and we say so once it is asked for
     from cupy.cuda import nccl as binding
 
-__all__ = ["CupyNccl"]
-
 _BYTES: Final = int(NcclType.UINT8)
 
 CAPABILITY_MAJOR: Final = 75

@@ -48,24 +48,6 @@ import numpy as np
 from asyncdist.arrays.host import Array
 from asyncdist.arrays.reduce_op import PremulSum, ReduceOp
 
-__all__ = [
-    "FLOAT8_CAPABILITY",
-    "FLOAT8_VERSION",
-    "MAX_SOURCES",
-    "Communicator",
-    "Event",
-    "Memory",
-    "Nccl",
-    "NcclOp",
-    "NcclType",
-    "Pinned",
-    "Resource",
-    "Runtime",
-    "Stream",
-    "reduction",
-    "refusal",
-]
-
 Dtype: TypeAlias = np.dtype[Any]
 
 Op: TypeAlias = ReduceOp | PremulSum

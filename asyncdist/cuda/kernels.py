@@ -18,8 +18,6 @@ import numpy as np
 
 from asyncdist.arrays.reduce_op import ReduceOp
 
-__all__ = ["OPTIONS", "PACK_BYTES", "reduce_source", "scale_source"]
-
 OPTIONS: Final = ("--fmad=false",)
 
 PACK_BYTES: Final = 16

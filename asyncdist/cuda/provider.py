@@ -19,8 +19,6 @@ from typing import Any, Final
 
 from asyncdist.cuda.interface import Nccl, Runtime
 
-__all__ = ["Provider", "chosen_device", "find", "override", "reason", "visible"]
-
 DRIVER_LIBRARY: Final = "libcuda.so.1"
 
 DEVICE_FILES: Final = ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/dxg")

@@ -27,8 +27,6 @@ from asyncdist.errors import CollectiveMismatchError
 from asyncdist.group.default_group import Group, resolve
 from asyncdist.work import Work
 
-__all__ = ["DistributedDataParallel", "PeriodicAverager"]
-
 
 class DistributedDataParallel:
     """Keeps the parameters of `module` alike on all ranks, by averaging their gradients.

@@ -9,8 +9,6 @@ import numpy as np
 from asyncdist.arrays.host import Array, dtype_named
 from asyncdist.data_parallel.gradients import GradientBucket
 
-__all__ = ["TopK", "bf16", "fp16"]
-
 
 async def fp16(bucket: GradientBucket) -> None:
     """Average in float16: half the bytes of float32. Gradients are divided before they are summed."""

@@ -9,8 +9,6 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["DataPartitioner", "Partition"]
-
 ROUNDING: Final = 1e-9
 """How far fractions may add up to more than one: as far as adding up 1/n n times goes astray, and far less than one
 item in any data set that fits into memory."""

@@ -8,8 +8,6 @@ import numpy as np
 
 from asyncdist.api.queries import get_rank, get_world_size
 
-__all__ = ["DistributedSampler"]
-
 
 class DistributedSampler:
     """Iterates over the indices of `dataset` (anything with a length) that are this rank's, the same number on all.

@@ -38,8 +38,6 @@ from asyncdist.gpu.threads import stay_on
 from asyncdist.plan.selection.tuning import Tuning
 from asyncdist.transport.base_mesh import BaseMesh
 
-__all__ = ["PATHS", "DeviceBackend", "DeviceSettings", "choose_path", "member_of", "several_gpus_refusal"]
-
 PATHS: Final[dict[str, type[DevicePath]]] = {path.name: path for path in (NcclPath, CudaIpcPath, StagedPath)}
 
 _WHY: Final = {

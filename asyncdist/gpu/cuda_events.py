@@ -30,8 +30,6 @@ from asyncdist.concurrency.spin import CATCH, MeshSpins, Pending, Persistence
 from asyncdist.cuda.interface import Event
 from asyncdist.gpu.threads import close_all
 
-__all__ = ["LONGER_POLL_S", "POLL_S", "Completions", "Entry", "EventSpinner", "StreamQueue"]
-
 POLL_S: Final = 100e-6
 """How long the loop looks at every turn before a thread waits: about twice what the thread needs to wake the loop."""
 

@@ -8,8 +8,6 @@ from typing import Any, Final, NamedTuple
 
 from asyncdist.collectives.arguments.call import Call
 
-__all__ = ["ALIGN_BYTES", "NOTHING", "Extent", "aligned", "clash", "input_blocks", "output_blocks", "overlap"]
-
 ALIGN_BYTES: Final = 256
 """Parts of device memory begin at multiples of this, as CUDA's own allocations do. Every element divides it."""
 

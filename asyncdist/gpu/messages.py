@@ -28,22 +28,6 @@ from asyncdist.transport.base_mesh import BaseMesh
 from asyncdist.transport.protocol.frame import pack_key
 from asyncdist.transport.protocol.operations import Receive, SendOp
 
-__all__ = [
-    "IPC",
-    "MAX_ANSWER_BYTES",
-    "NCCL",
-    "REFUSED",
-    "STAGED",
-    "UNWANTED",
-    "Announcement",
-    "DeviceMessages",
-    "DeviceRecvWork",
-    "DeviceSendWork",
-    "answer_message",
-    "messages_id",
-    "refuse_message",
-]
-
 STAGED: Final = b"s"
 """How the data is to come: through the host."""
 IPC: Final = b"i"

@@ -17,8 +17,6 @@ from typing import Final
 from asyncdist.collectives.arguments.call import Call
 from asyncdist.collectives.backend import CollectiveWork, GroupBackend, OnEnd
 
-__all__ = ["ASK_AFTER_S", "LEFT_GRACE_S", "MAX_AT_ONCE", "HostWatch", "MismatchProbe"]
-
 ASK_AFTER_S: Final = 0.25
 """How old an operation gets before another rank is asked what it runs there: a difference shows within a second, and a
 step of training seldom asks."""

@@ -51,8 +51,6 @@ from asyncdist.messages.work import PairWorkOwner
 from asyncdist.transport.protocol.frame import key_prefix
 from asyncdist.transport.protocol.operations import not_received
 
-__all__ = ["DevicePairs"]
-
 WATCH_S: Final = 0.1
 """How often NCCL is asked for errors while messages are under way."""
 

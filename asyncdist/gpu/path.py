@@ -30,8 +30,6 @@ from asyncdist.gpu.streams import EventPool
 from asyncdist.gpu.threads import Helpers, settle
 from asyncdist.transport.base_mesh import BaseMesh
 
-__all__ = ["MAX_MESSAGE_BYTES", "DeviceOwner", "DevicePath", "HostExchange", "Member", "OnEnd", "Surroundings"]
-
 OnEnd = Callable[[CollectiveWork, BaseException | None], None]
 
 MAX_MESSAGE_BYTES: Final = 1 << 16

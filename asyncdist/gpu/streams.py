@@ -21,18 +21,6 @@ from asyncdist.cuda import Event, Runtime, Stream, provider
 from asyncdist.gpu.threads import close_all
 from asyncdist.work import Work
 
-__all__ = [
-    "EventPool",
-    "Tail",
-    "callers_stream",
-    "carried",
-    "devices_of_call",
-    "ready_after",
-    "ready_for",
-    "tail_of",
-    "tell_queued",
-]
-
 
 class EventPool:
     """Events that are used again: to make an event costs about as much as to record one. From any thread."""

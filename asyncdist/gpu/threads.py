@@ -16,8 +16,6 @@ from typing import Any, Final, TypeVar
 from asyncdist.cuda.interface import Resource, Runtime, Stream
 from asyncdist.errors import DistBackendError
 
-__all__ = ["Helpers", "close_all", "close_behind", "discard_made", "in_thread", "made_in_thread", "settle", "stay_on"]
-
 T = TypeVar("T")
 
 OUR_THREADS: Final = "asyncdist "

@@ -26,19 +26,6 @@ from asyncdist.errors import (
     RemoteProtocolError,
 )
 
-__all__ = [
-    "CONSEQUENCES",
-    "FAILED",
-    "SHRUNK",
-    "abort_cause",
-    "aborted_by",
-    "explain",
-    "failed_on",
-    "first_cause",
-    "kind_of",
-    "named",
-]
-
 FAILED: Final = "failed"
 SHRUNK: Final = "its ranks were asked who survives: shrink() was called"
 """Why a rank aborts a group that goes on without those that are lost."""

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from asyncdist.gpu.mismatch_probe import HostWatch
     from asyncdist.gpu.pairs import DevicePairs
 
-__all__ = ["GroupBackends"]
-
 PATH_VARIABLE: Final = "ASYNCDIST_CUDA_PATH"
 """Asks for a path (see `gpu.backend`) whatever is the best one; the same on all ranks."""
 

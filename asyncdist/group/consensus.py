@@ -20,8 +20,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Final, NamedTuple
 
-__all__ = ["ACCEPT", "CALL", "DECIDE", "PROPOSE", "REPORT", "STEPS", "Consensus", "Step"]
-
 CALL: Final = "call"
 REPORT: Final = "report"
 PROPOSE: Final = "propose"

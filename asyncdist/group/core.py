@@ -54,8 +54,6 @@ from asyncdist.world.world import CLOSED, NOT_MADE, World
 if TYPE_CHECKING:
     from asyncdist.group.process_group import ProcessGroup
 
-__all__ = ["CLOSE_SENDS_S", "GroupCore", "core_of"]
-
 CLOSE_SENDS_S: Final = 30.0
 """How long a closing group waits for sends nobody receives; collectives have deadlines of their own."""
 

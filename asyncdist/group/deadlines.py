@@ -24,16 +24,6 @@ from asyncdist.transport.config import LATE_S
 from asyncdist.world.control import Probe, Status
 from asyncdist.world.world import ABSENCES, ISSUED, NOT_CALLED, World
 
-__all__ = [
-    "ASK_S",
-    "MAX_PROBE_DIALS",
-    "MONITORED_BARRIER",
-    "NOT_HEARD_FROM",
-    "PROBE_S",
-    "Deadlines",
-    "timeout_error",
-]
-
 MONITORED_BARRIER: Final = "monitored_barrier"
 """The operation whose expiry on the group's first rank asks all members, however many: that is what it is for."""
 

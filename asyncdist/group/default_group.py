@@ -18,18 +18,6 @@ from asyncdist.group.non_member import NonMember
 from asyncdist.group.point_to_point import check_tag
 from asyncdist.group.process_group import ProcessGroup
 
-__all__ = [
-    "Group",
-    "current_world",
-    "default_group",
-    "has_default_group",
-    "peer_of",
-    "register_world",
-    "required_peer",
-    "resolve",
-    "root_of",
-]
-
 Group: TypeAlias = ProcessGroup | NonMember | None
 """What functions of the API take as `group=`; None is the default group."""
 

@@ -7,8 +7,6 @@ from typing import Any, Final, TypeAlias
 
 from asyncdist.work import Work
 
-__all__ = ["ISSUING_MESSAGES", "Hook", "Hooks"]
-
 Hook: TypeAlias = Callable[[Work[Any]], object]
 
 ISSUING_MESSAGES: Final = "send", "send_objects", "receive", "receive_array", "receive_objects"

@@ -28,8 +28,6 @@ from asyncdist.messages.work import ANY_SOURCE
 from asyncdist.world.control import Closed, GroupMessage, Made, Mismatch, Probe, Shrink, Status
 from asyncdist.world.world import CLOSED, CLOSED_SINCE, ISSUED, World
 
-__all__ = ["MADE_KEPT", "QUESTIONS_KEPT", "ClosedMembers", "CreationOrder", "EndedGroup", "Lineage", "Origin"]
-
 MADE_KEPT: Final = 256
 """The newest groups are remembered, closed ones included: as many as ranks may lag behind with first operations."""
 

@@ -35,8 +35,6 @@ from asyncdist.transport.protocol.matching import UnexpectedWatcher
 from asyncdist.world.control import Check, Mismatch, Ran
 from asyncdist.world.world import CLOSED_SINCE, World
 
-__all__ = ["ANSWER_S", "EARLY_KEPT", "MismatchFinder", "StrayMessages", "describe_call", "parse_check"]
-
 CHECK_LEVELS: Final = ("on", "full")
 """Values of ASYNCDIST_CHECK. There is no `off`: comparing fingerprints costs nothing that could be saved."""
 

@@ -27,8 +27,6 @@ from asyncdist.group.hooks import ISSUING_MESSAGES
 from asyncdist.transport.protocol.operations import anew
 from asyncdist.work import Work
 
-__all__ = ["TAGS_KEPT", "OverlapWatch", "UnretrievedErrors", "watch", "watch_issued", "watches"]
-
 FAILED_KEPT: Final = 64
 """Failed Works kept until the program asks about them: each holds the arrays it was given."""
 

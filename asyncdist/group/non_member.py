@@ -8,8 +8,6 @@ from typing import Any, NoReturn, Self
 
 from asyncdist.group.process_group import ProcessGroup
 
-__all__ = ["NonMember"]
-
 
 class NonMember:
     """A group this rank does not belong to. Its operations raise ValueError; entering and closing it do nothing."""

@@ -24,8 +24,6 @@ from asyncdist.group.methods import Operations
 from asyncdist.group.methods.issuer import Core, check_rank, rank_number
 from asyncdist.group.survivors import RankLost
 
-__all__ = ["DTypeLike", "ProcessGroup", "Shape"]
-
 Shape: TypeAlias = int | Sequence[int]
 DTypeLike: TypeAlias = type[Any] | np.dtype[Any] | str
 

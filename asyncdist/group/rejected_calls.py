@@ -14,8 +14,6 @@ from asyncdist.errors import CollectiveMismatchError
 from asyncdist.world.control import Refused
 from asyncdist.world.world import World
 
-__all__ = ["REFUSALS_KEPT", "RejectedCalls"]
-
 REFUSALS_KEPT: Final = 64
 """Rejections kept until the operation is issued here: how far ahead a rank can be whose calls all fail."""
 

@@ -14,8 +14,6 @@ from asyncdist.group.consensus import Consensus, Step
 from asyncdist.world.control import Shrink
 from asyncdist.world.world import World
 
-__all__ = ["Losses", "RankLost", "Survivors"]
-
 AGREEMENTS_KEPT: Final = 8
 """The newest ones: others may ask for what was decided, and be ahead by a few."""
 

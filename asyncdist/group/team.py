@@ -34,8 +34,6 @@ from asyncdist.work import Work
 if TYPE_CHECKING:
     from asyncdist.group.core import GroupCore
 
-__all__ = ["Reduced", "Team"]
-
 OPERATION: Final = "all_reduce"
 DETAIL: Final = "the survivors (on_lost='continue')"
 

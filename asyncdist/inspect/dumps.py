@@ -43,19 +43,6 @@ from asyncdist.inspect.recorder import (
 )
 from asyncdist_server.wire.key_text import shown
 
-__all__ = [
-    "DIRECTORY",
-    "FORMAT",
-    "VERSION",
-    "document",
-    "dump_aborted",
-    "dump_failure",
-    "dump_on_sigterm",
-    "site_of",
-    "slow_s_from_environ",
-    "write",
-]
-
 FORMAT: Final = "asyncdist flight recorder"
 VERSION: Final = 1
 """Of the JSON; a reader refuses a later one."""

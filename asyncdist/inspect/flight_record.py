@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-__all__ = ["VERSION", "flight_records"]
-
 VERSION: Final = "2.10"
 """Of torch's format, as torch 2.13 writes it."""
 

@@ -28,8 +28,6 @@ from asyncdist.launch.rendezvous.job_store import StorePlace, find_or_host
 from asyncdist.launch.worker import Exit, NodePlace, Roster, Worker, line_prefix, own_device, worker_environment
 from asyncdist.launch.writers import OutputWriter
 
-__all__ = ["NodeAgent", "handle_signals", "run"]
-
 _OUTPUT_CLOSE_TIMEOUT_S: Final = 2.0
 """After an interruption: how long a blocked terminal may hold up the exit. Otherwise output is waited for."""
 

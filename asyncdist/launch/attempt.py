@@ -12,8 +12,6 @@ from typing import Final
 from asyncdist.launch.failure import is_consequence
 from asyncdist.launch.worker import Exit, Worker
 
-__all__ = ["Attempt", "AttemptResult", "Stage"]
-
 
 class Stage(enum.Enum):
     """What the attempt is waiting for."""

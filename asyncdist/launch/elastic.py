@@ -16,8 +16,6 @@ from asyncdist.launch.rendezvous.round import Entry, Plan, Round, Stop, shown
 from asyncdist.launch.rendezvous.rounds import JobOverError, Outcome, Rounds
 from asyncdist.launch.worker import Exit, NodePlace, Roster
 
-__all__ = ["ElasticAgent"]
-
 _END_MARGIN_S: Final = 5.0
 """How long the launcher that hosts the store waits for the others to leave, beyond their grace periods."""
 

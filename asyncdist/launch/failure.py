@@ -12,9 +12,6 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Final, Literal, Self
 
-__all__ = ["Conclusion", "End", "Failure", "Record", "conclude", "is_consequence"]
-
-
 _EXCEPTION_LINE: Final = re.compile(rb"[ |+]*([\w.]+(?:Error|Exception|Interrupt|Exit))(?::|$)")
 _CONSEQUENCES: Final = (b"asyncdist.errors.PeerLostError", b"asyncdist.errors.GroupAbortedError")
 

@@ -21,8 +21,6 @@ from asyncdist.launch.worker import Exit, NodePlace, Roster
 if TYPE_CHECKING:
     from asyncdist.store.base import Store
 
-__all__ = ["FixedAgent"]
-
 _END_MARGIN_S: Final = 10.0
 """Beyond the grace periods: what other nodes get to say that a failed attempt is over there too."""
 

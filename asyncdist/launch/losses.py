@@ -19,8 +19,6 @@ import tempfile
 from collections.abc import Sequence
 from typing import Final
 
-__all__ = ["Losses"]
-
 _BACKLOG: Final = 4096
 """As many ranks as a node may have: all connect at one moment, and one that is refused hears of no loss."""
 

@@ -24,8 +24,6 @@ from typing import Final
 
 from asyncdist.launch.config import DEFAULT_PORT
 
-__all__ = ["Place", "find_place", "torchrun_variables"]
-
 _FIRST_PORT: Final = 61440
 _PORTS: Final = 4096
 """The job chooses the store's port among these: Linux gives out ports up to 60999 by itself."""

@@ -33,8 +33,6 @@ from asyncdist.launch.failure import is_consequence
 from asyncdist.launch.worker import NodePlace, Roster, worker_environment
 from asyncdist_server.wire.auth import load_token
 
-__all__ = ["SpawnContext", "spawn"]
-
 MAX_TRACEBACK_BYTES: Final = 32 * 1024
 """Of a child's traceback, from its end."""
 

@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
-__all__ = ["HIGH_WATER_BYTES", "MAX_TAIL_BYTES", "FilteredLog", "LogFile", "OutputWriter", "WriterThread"]
-
 HIGH_WATER_BYTES: Final = 4 * 1024 * 1024
 """Output waiting for the thread; above it the producers should stop."""
 

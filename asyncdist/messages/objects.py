@@ -15,8 +15,6 @@ from asyncdist.errors import RemoteProtocolError
 from asyncdist.messages.work import NOTHING, PairWork, PairWorkOwner, RecvWork, SendWork
 from asyncdist.transport.protocol.operations import Receive, SendOp
 
-__all__ = ["RecvObjectsWork", "SendObjectsWork"]
-
 
 class SendObjectsWork(SendWork):
     """A send of a list of objects, which are encoded when it is made. Raises as `objects.encode`."""

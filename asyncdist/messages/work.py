@@ -19,8 +19,6 @@ from asyncdist.transport.protocol.frame import unpack_key
 from asyncdist.transport.protocol.operations import Receive, SendOp
 from asyncdist.work import Work
 
-__all__ = ["ANY_SOURCE", "NOTHING", "OVER", "PairWork", "PairWorkOwner", "RecvArrayWork", "RecvWork", "SendWork"]
-
 ANY_SOURCE: Final = -1
 
 NOTHING: Final = np.empty(0, np.uint8)

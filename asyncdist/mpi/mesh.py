@@ -23,8 +23,6 @@ from asyncdist.transport.base_mesh import MeshOwner, StreamMesh, StreamPeer
 from asyncdist.transport.protocol.frame import FRAGMENT_BYTES
 from asyncdist.transport.protocol.peer import PeerCore
 
-__all__ = ["Communicators", "MpiMesh"]
-
 SEGMENT_BYTES: Final = FRAGMENT_BYTES + 4096
 """Longest message of MPI: one fragment of a payload, with its header and some control frames."""
 RECEIVES: Final = 4

@@ -21,8 +21,6 @@ from typing import Any, Final, TypeAlias
 from asyncdist.concurrency.loop import place_of
 from asyncdist.concurrency.spin import Pending, Persistence
 
-__all__ = ["IDLE_S", "PAUSE_S", "SPIN_S", "Ended", "Progress"]
-
 SPIN_S: Final = 300e-6
 """How long the loop does not sleep after the last event: ten times what it takes to wake it."""
 SPIN_S_PER_BYTE: Final = 2e-9

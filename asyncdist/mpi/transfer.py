@@ -29,8 +29,6 @@ from asyncdist.collectives.executor.runner import another_length
 from asyncdist.collectives.host.operation import overlap
 from asyncdist.errors import DistError
 
-__all__ = ["MAX_BYTES", "Transfer", "has_equal"]
-
 MAX_BYTES: Final = 2**31 - 1
 """MPI's counts and places are C ints."""
 PIECE_BYTES: Final = 1 << 30

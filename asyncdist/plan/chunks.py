@@ -12,20 +12,6 @@ from typing import Final, NamedTuple, overload
 
 from asyncdist.plan.steps import Buffer, Slice
 
-__all__ = [
-    "WINDOW",
-    "Chunks",
-    "Run",
-    "Window",
-    "blocks_of",
-    "cut_blocks",
-    "cyclic_runs",
-    "first_that_fits",
-    "offsets",
-    "partition",
-    "split",
-]
-
 
 class Run(NamedTuple):
     """`length` elements from `offset` on, of a buffer the context names."""

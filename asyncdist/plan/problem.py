@@ -34,18 +34,6 @@ from typing import Final, NamedTuple
 
 from asyncdist.plan.chunks import WINDOW
 
-__all__ = [
-    "BLOCK_COLLECTIVES",
-    "COLLECTIVES",
-    "EXCHANGES",
-    "IN_PLACE",
-    "PRIVATE_COLLECTIVES",
-    "REDUCTIONS",
-    "ROOTED",
-    "VECTOR_COLLECTIVES",
-    "Problem",
-]
-
 VECTOR_COLLECTIVES: Final = ("all_reduce", "broadcast", "reduce", "barrier", "scan", "exscan")
 """Every rank has a vector of the same length."""
 

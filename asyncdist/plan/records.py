@@ -9,18 +9,6 @@ from __future__ import annotations
 import enum
 from typing import Final, NamedTuple
 
-__all__ = [
-    "NO_LANE",
-    "PAYLOAD_SHARE",
-    "SINGLE_COPY_BYTES",
-    "TAKEN_BYTES",
-    "USUAL_LANE",
-    "LaneMemory",
-    "Takes",
-    "by_records",
-    "pieces_bytes",
-]
-
 
 class LaneMemory(NamedTuple):
     """What every member of a lane has for the items it puts out."""

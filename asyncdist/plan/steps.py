@@ -19,28 +19,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias, overload
 
-__all__ = [
-    "ANYONE",
-    "Buffer",
-    "Copy",
-    "Fetch",
-    "FetchReduce",
-    "Gap",
-    "Plan",
-    "Publish",
-    "Recv",
-    "RecvReduce",
-    "Reduce",
-    "RepeatedSteps",
-    "Send",
-    "Slice",
-    "Step",
-    "Symmetry",
-    "later",
-    "repeats",
-]
-
-
 ANYONE: Final = -1
 """Instead of the one rank that reads an item."""
 

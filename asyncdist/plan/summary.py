@@ -27,9 +27,6 @@ from asyncdist.plan.steps import (
     Step,
 )
 
-__all__ = ["Traffic", "Writes", "claims", "items", "lendable", "needs", "peers", "traffic"]
-
-
 _WITH_PEERS = (Send, Recv, RecvReduce, Fetch, FetchReduce)
 
 READ_ONLY: Final = (Send, Publish)  # a tuple: a union would be built anew at every isinstance

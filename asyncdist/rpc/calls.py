@@ -39,8 +39,6 @@ from asyncdist.work import Work
 if TYPE_CHECKING:
     from asyncdist.rpc.agent import Agent
 
-__all__ = ["AHEAD", "Call", "Callee", "Items", "Lease"]
-
 AHEAD: Final = 8
 """Items of a stream that its callee may send before they are asked for: enough to keep both ranks busy."""
 

@@ -36,28 +36,6 @@ from asyncdist.transport.base_mesh import BaseMesh
 from asyncdist.transport.protocol.frame import POINT_TO_POINT, pack_key
 from asyncdist.transport.protocol.operations import Receive, ReceiveState, SendOp, SendState
 
-__all__ = [
-    "ANSWERS",
-    "CALL",
-    "CALLS",
-    "CANCEL",
-    "CREATE",
-    "FAILURE",
-    "GONE",
-    "HEAD",
-    "ITEM",
-    "MORE",
-    "NO_PAYLOAD",
-    "RELEASE",
-    "RESULT",
-    "STREAM",
-    "Arrivals",
-    "Inbox",
-    "Keys",
-    "Listener",
-    "Outbox",
-]
-
 CALL, CREATE, STREAM, CANCEL, MORE, RELEASE = range(6)
 RESULT, ITEM, FAILURE, GONE = range(6, 10)
 CALLS: Final = (CALL, CREATE, STREAM)

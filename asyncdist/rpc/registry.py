@@ -6,8 +6,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Final, TypeVar, overload
 
-__all__ = ["RESERVED", "look_up", "register"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 RESERVED: Final = frozenset({"timeout", "group"})

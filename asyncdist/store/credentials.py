@@ -13,18 +13,6 @@ from typing import Final, TypeAlias
 from asyncdist_server.wire.auth import load_token
 from asyncdist_server.wire.tls import client_context
 
-__all__ = [
-    "FROM_ENVIRONMENT",
-    "TLS_VARIABLES",
-    "FromEnvironment",
-    "GivenTLS",
-    "GivenToken",
-    "TLSConfig",
-    "credentials",
-    "load_tls",
-]
-
-
 TLS_VARIABLES: Final = (
     "ASYNCDIST_TLS_CA",
     "ASYNCDIST_TLS_CERT",

@@ -24,8 +24,6 @@ from asyncdist.store.request_store import RequestStore
 from asyncdist_server.engine.engine import StoreEngine
 from asyncdist_server.wire import messages
 
-__all__ = ["FileStore"]
-
 FIRST_POLL_S: Final = 0.001
 MAX_POLL_S: Final = 0.02
 """How often the file is looked at while something waits: at once after a change, then ever more rarely. A look that

@@ -18,8 +18,6 @@ from asyncdist_server.wire.key_text import shown
 if TYPE_CHECKING:
     from asyncdist.store.request_store import CoordinatingStore
 
-__all__ = ["DEFAULT_GRACE_S", "Lease", "LeaseKeeper", "Lock"]
-
 DEFAULT_GRACE_S: Final = 10.0
 """How long what is bound to a connection outlives it: a broken connection is made anew within a second or two, and
 nobody should wait much longer for a lock of a process that was killed."""

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from asyncdist.store.member import Membership
     from asyncdist.store.watch import Watch
 
-__all__ = ["PrefixStore"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -30,25 +30,6 @@ from asyncdist_server.wire.key_text import shown
 if TYPE_CHECKING:
     from asyncdist.store.store_connection import Connection
 
-__all__ = [
-    "ALONE",
-    "TAKING",
-    "WAITING",
-    "Listing",
-    "Lookout",
-    "NonBlockingPop",
-    "Reply",
-    "ReplyOwner",
-    "describe",
-    "end_quietly",
-    "failure",
-    "record_wait",
-    "same_host",
-    "settle",
-    "timeout_ms",
-    "undoing",
-]
-
 WAITING: Final = frozenset(
     {messages.GET, messages.WAIT, messages.MULTI_GET, messages.QUEUE_POP, messages.WATCH, messages.LOCK, messages.JOIN}
 )

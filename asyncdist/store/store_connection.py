@@ -31,8 +31,6 @@ from asyncdist_server.wire.auth import (
 from asyncdist_server.wire.messages import FrameReader, ProtocolError
 from asyncdist_server.wire.tls import TLSStream, describe_failure
 
-__all__ = ["ByteStream", "Connection", "StoreRefusedError", "open_stream", "prove"]
-
 HANDSHAKE_READ_BYTES: Final = 4096
 
 _OTHER_TOKEN: Final = (

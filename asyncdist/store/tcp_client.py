@@ -22,8 +22,6 @@ from asyncdist.store.request_store import CoordinatingStore
 from asyncdist.store.store_connection import Connection
 from asyncdist_server.wire import messages
 
-__all__ = ["TCPClient"]
-
 RECONNECT_TIMEOUT_S: Final = 60.0
 """How long a lost connection is tried again. Half of what the daemon remembers a client for, so that a reconnect that
 succeeds can still retry exactly once."""

@@ -23,8 +23,6 @@ from asyncdist_server.wire.messages import OBSERVER_ID
 if TYPE_CHECKING:
     from asyncdist_server import ThreadedServer
 
-__all__ = ["StoreObserver", "TCPStore", "host_store", "serve_off_loop"]
-
 WORKERS: Final = "init/"
 """The queue through which workers tell the master that they have come: torch counts them in a key of that name."""
 

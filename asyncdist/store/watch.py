@@ -13,8 +13,6 @@ from asyncdist.store.base import decoded_key, encoded_key
 from asyncdist_server.wire import messages
 from asyncdist_server.wire.key_text import shown
 
-__all__ = ["Watch", "WatchEvent"]
-
 Kind = Literal["set", "delete", "expire"]
 KINDS: Final[dict[int, Kind]] = {
     messages.EVENT_SET: "set",

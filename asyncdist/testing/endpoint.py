@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from asyncdist.testing.hosts import SimulatedHost, SimulatedProcess
     from asyncdist.testing.network import SimulatedNetwork
 
-__all__ = ["Endpoint", "EndpointUser", "Options", "Pipe", "join"]
-
 Options = dict[tuple[int, int], int]
 
 RETRANSMISSION_S: Final = 924.6

@@ -40,8 +40,6 @@ from asyncdist.testing.fake_memory import (
 from asyncdist.testing.fake_nccl import FakeNccl
 from asyncdist.testing.fake_queues import Delay, FakeEvent, FakeStream, Gate, Mode, Queue, Scheduler, Span, Step
 
-__all__ = ["FakeCuda", "FakeRuntime", "fake_cuda"]
-
 FIRST_HANDLE: Final = 0x1000
 DEFAULT_STREAMS: Final = (0, 1, 2)
 """Handles of streams."""

@@ -20,8 +20,6 @@ from typing import Any, Final
 
 import msgpack
 
-__all__ = ["LocalMeeting", "Meeting", "RemoteMeeting", "Slot", "serve"]
-
 DUPLICATE: Final = "ncclInvalidUsage: Duplicate GPU detected : ranks {} and {} both on CUDA device {}"
 
 

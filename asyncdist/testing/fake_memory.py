@@ -22,8 +22,6 @@ from asyncdist.errors import DistBackendError
 if TYPE_CHECKING:
     from asyncdist.testing.fake_cuda import FakeRuntime
 
-__all__ = ["Block", "FakeArray", "FakeMemory", "FakePinned", "MemoryMap", "free_with", "make_handle", "read_handle"]
-
 ALIGNMENT: Final = 256
 """Device allocations begin at multiples of this, as cudaMalloc's."""
 

@@ -25,8 +25,6 @@ from asyncdist.testing.fake_queues import Span, Step
 if TYPE_CHECKING:
     from asyncdist.testing.fake_cuda import FakeRuntime
 
-__all__ = ["Call", "FakeCommunicator", "FakeNccl", "Launch", "Op"]
-
 UNIQUE_ID_BYTES: Final = 128
 
 VERSION: Final = 23004

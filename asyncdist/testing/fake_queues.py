@@ -16,8 +16,6 @@ from typing import Final, Literal, TypeAlias
 from asyncdist.cuda.interface import Event, Stream
 from asyncdist.errors import DistBackendError
 
-__all__ = ["Delay", "FakeEvent", "FakeStream", "Gate", "Mode", "Queue", "Scheduler", "Span", "Step"]
-
 Mode: TypeAlias = Literal["inline", "threads", "manual"]
 Span: TypeAlias = tuple[int, int]
 """Pointer and length in bytes."""

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from asyncdist.testing.network import SimulatedNetwork
     from asyncdist.testing.simulated_socket import SimulatedSocket
 
-__all__ = ["PROCESS", "ProcessHandle", "ProcessTimerHandle", "SimulatedHost", "SimulatedProcess"]
-
 T = TypeVar("T")
 
 

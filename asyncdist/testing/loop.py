@@ -28,8 +28,6 @@ from asyncdist.testing.simulated_socket import SimulatedSocket, SimulatedTranspo
 if TYPE_CHECKING:
     from asyncdist.testing.network import SimulatedNetwork
 
-__all__ = ["DeadlockError", "SimulatedLoop", "SimulatedServer", "VirtualTimeLoop"]
-
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 

@@ -39,8 +39,6 @@ from asyncdist.testing.hosts import PROCESS, SimulatedHost, SimulatedProcess
 from asyncdist.testing.loop import SimulatedLoop
 from asyncdist.testing.simulated_socket import SimulatedSocket
 
-__all__ = ["SimulatedNetwork", "run_simulated", "seeded"]
-
 T = TypeVar("T")
 
 LATENCIES_S: Final = (0.0, 0.00005, 0.001, 0.02)

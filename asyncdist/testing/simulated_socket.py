@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from asyncdist.testing.loop import SimulatedLoop
     from asyncdist.testing.network import SimulatedNetwork
 
-__all__ = ["SimulatedSocket", "SimulatedTransport", "Watcher"]
-
 Address = tuple[str, int]
 
 

@@ -26,8 +26,6 @@ from asyncdist.transport.in_memory import MemoryMesh, MemoryNetwork
 from asyncdist.transport.mesh import Resolve
 from asyncdist.world.init_method import InitMethod, StoreSource
 
-__all__ = ["SimulatedWorld", "run_world"]
-
 T = TypeVar("T")
 
 MAX_IDLE_TURNS: Final = 1_000_000

@@ -30,8 +30,6 @@ from asyncdist.errors import ClosedError, DistError
 from asyncdist.threads.helm import Helm
 from asyncdist.work import Work
 
-__all__ = ["CommunicationThread", "Reply", "acquire", "release"]
-
 T = TypeVar("T")
 
 SWITCH_INTERVAL_S: Final = 1e-4

@@ -12,8 +12,6 @@ from asyncdist.messages.work import RecvWork
 from asyncdist.threads.thread import CommunicationThread
 from asyncdist.work import Work
 
-__all__ = ["Courier", "ThreadWork"]
-
 T = TypeVar("T")
 
 

@@ -28,8 +28,6 @@ from asyncdist.store.credentials import FROM_ENVIRONMENT
 from asyncdist.threads.bridge import complete
 from asyncdist.torch.work import outside_loop
 
-__all__ = ["Store", "StoreOfTorch", "store_of"]
-
 POLL_S: Final = (1e-3, 0.05)
 """How often torch's store is asked for a key that is not there yet: at first, and in the end."""
 LEASE_S: Final = 30.0

@@ -23,8 +23,6 @@ import torch.distributed as dist
 from asyncdist import blocking
 from asyncdist.errors import CollectiveTimeoutError, DistError
 
-__all__ = ["NO_TIMEOUT", "TIMED_OUT", "Work", "callbacks", "in_torch_words", "outside_loop", "wait"]
-
 NO_TIMEOUT: Final = timedelta(0)
 """What torch passes where no time-out is given."""
 MAX_CALLBACK_THREADS: Final = 64

@@ -22,22 +22,6 @@ from asyncdist.errors import DistNetworkError, RemoteProtocolError
 from asyncdist.transport.socket_dir import directory_id
 from asyncdist_server.serving.sockets import is_loopback
 
-__all__ = [
-    "MAX_ADDRESS_BYTES",
-    "MAX_ENDPOINTS",
-    "Endpoint",
-    "Interface",
-    "LocalAddress",
-    "PeerAddress",
-    "endpoint_text",
-    "host_id",
-    "is_local_ip",
-    "list_interfaces",
-    "local_address",
-    "select_ips",
-    "unix_text",
-]
-
 MAX_ADDRESS_BYTES: Final = 4096
 """Longest encoded address: sixteen IPv6 endpoints and two names need under 1.5 KiB; more is not an address."""
 MAX_ENDPOINTS: Final = 16

@@ -19,8 +19,6 @@ from asyncdist.transport.protocol.matching import AnySourceTable, Discarded, Dro
 from asyncdist.transport.protocol.operations import NO_GOODBYE, Receive, SendOp, left_world, nobody_left
 from asyncdist.transport.protocol.peer import PeerCore
 
-__all__ = ["BaseMesh", "MeshOwner", "StreamMesh", "StreamPeer", "closed_here"]
-
 
 class MeshOwner(Protocol):
     """Is told about peers. Calls come from the loop and must not raise; they may post, drop and abort."""

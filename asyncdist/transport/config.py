@@ -12,19 +12,6 @@ from asyncdist.transport.host_memory import DEFAULT_SHARED_BYTES
 from asyncdist.transport.keepalive import DEFAULT_KEEPALIVE_S, keepalive_from_environ
 from asyncdist.transport.socket_dir import check_directory
 
-__all__ = [
-    "CONNECT_TIMEOUT_S",
-    "HELLO_TIMEOUT_S",
-    "LATE_S",
-    "MAX_HALF_OPEN",
-    "SILENT_TIMEOUT_S",
-    "SINGLE_COPY",
-    "TRANSPORTS",
-    "TransportConfig",
-    "ports_from_environ",
-    "single_copy_from_environ",
-]
-
 T = TypeVar("T")
 
 TRANSPORTS: Final = ("auto", "shm", "unix", "tcp")

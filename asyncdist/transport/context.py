@@ -13,8 +13,6 @@ from asyncdist.transport.keepalive import KeepaliveWatch
 from asyncdist.transport.protocol.hello import Identity
 from asyncdist.transport.spin import Neighbors
 
-__all__ = ["Absence", "MeshContext"]
-
 
 @dataclass(frozen=True, slots=True)
 class MeshContext:

@@ -17,8 +17,6 @@ from collections.abc import Callable
 
 from asyncdist.concurrency.loop import close_in_forked_child, forget_closed, place_of, prepare_fork
 
-__all__ = ["SocketSet"]
-
 
 class SocketSet:
     """All descriptors a mesh has open; `on_fork` is called in a forked child after they were closed there.

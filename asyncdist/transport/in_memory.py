@@ -18,8 +18,6 @@ from asyncdist.transport.context import Absence
 from asyncdist.transport.protocol.frame import MAX_CALL_BYTES
 from asyncdist.transport.protocol.peer import PeerCore
 
-__all__ = ["MemoryLink", "MemoryMesh", "MemoryNetwork"]
-
 MAX_FLIGHT_BYTES: Final = 2 * MAX_CALL_BYTES
 """Bytes in one direction of a link before its writer says it is full, as a socket's buffer would."""
 

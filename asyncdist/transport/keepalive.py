@@ -22,15 +22,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = [
-    "DEFAULT_KEEPALIVE_S",
-    "MIN_KEEPALIVE_S",
-    "PATH_SILENT_S",
-    "KeepaliveWatch",
-    "keepalive_from_environ",
-    "set_keepalive",
-]
-
 DEFAULT_KEEPALIVE_S: Final = 30.0
 """Longer than a switch takes to start again, or a virtual machine to move."""
 MIN_KEEPALIVE_S: Final = 1.0

@@ -23,8 +23,6 @@ from asyncdist.transport.protocol.hello import Identity, ListenerHello
 from asyncdist.transport.protocol.peer import PeerCore
 from asyncdist.transport.spin import Neighbors, Spinner, settle, vacate
 
-__all__ = ["Mesh", "Resolve"]
-
 Resolve: TypeAlias = Callable[[Sequence[int]], Awaitable[dict[int, PeerAddress]]]
 """Look up where ranks listen, all of them in one request. May raise; a rank missing from the result is not known."""
 

@@ -14,8 +14,6 @@ import socket
 import stat
 from typing import Final
 
-__all__ = ["MAX_PATH_BYTES", "MAX_SWEPT", "check_directory", "directory_id", "new_path", "path_of", "publish", "sweep"]
-
 MAX_PATH_BYTES: Final = 107
 """Longest path of a Unix socket: what fits the kernel's address, with its zero byte."""
 MAX_SWEPT: Final = 64

@@ -26,19 +26,6 @@ from asyncdist.transport.host_memory import HostMemory
 from asyncdist.transport.protocol.hello import Identity
 from asyncdist.transport.shared_memory.doorbell import Doorbell
 
-__all__ = [
-    "ALONE_S",
-    "FARTHEST",
-    "MAX_NEIGHBORS",
-    "RANKS_PER_CORE",
-    "Neighbors",
-    "Spinner",
-    "lives_here",
-    "on_this_host",
-    "settle",
-    "vacate",
-]
-
 RANKS_PER_CORE: Final = 4
 """Ranks per core up to which a rank looks. Where cores are shared, the rank gives its core away before each look, so
 that the rank it waits for runs there: cheaper than sleeping, which costs both a wake-up, and through sockets a turn of

@@ -25,8 +25,6 @@ from asyncdist.plan.selection.selector import candidates
 from asyncdist.plan.selection.tuning import Tuning
 from asyncdist.work import Work
 
-__all__ = ["EXERCISES", "ITEMSIZE", "Exercise", "Trial", "TrialError", "host_backend", "try_all"]
-
 TURN: Final = 4
 """Samples of an algorithm before the next has its turn: drift of the machine is the same for all."""
 

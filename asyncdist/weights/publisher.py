@@ -22,8 +22,6 @@ from asyncdist.weights.peer import Member, Peer, members_of
 from asyncdist.weights.staging import Ref, Stage, fill, new_memory
 from asyncdist.weights.state import State, change, read
 
-__all__ = ["Publisher", "publish"]
-
 COMMIT_TIMEOUT_S: Final = 60.0
 """How long a version may take to be staged by all, by default: servers that take longer hang, or have a slow network,
 and their names are what the trainer is to know."""

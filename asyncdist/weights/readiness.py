@@ -10,8 +10,6 @@ from asyncdist.errors import StoreTimeoutError, WatchCompactedError
 from asyncdist.store import Store
 from asyncdist.weights.peer import values_of, view_of
 
-__all__ = ["ready", "wait_ready"]
-
 
 async def ready(name: str, *, store: Store) -> dict[str, int]:
     """Return the version that each subscriber of the weights `name` serves, by its label; those without one left out.

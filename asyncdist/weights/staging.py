@@ -25,8 +25,6 @@ from asyncdist.transport.fork import SocketSet
 from asyncdist.transport.shared_memory.segment import AttachedSegment, Segment
 from asyncdist.weights.manifest import Manifest, WeightsError, digest
 
-__all__ = ["Ref", "Stage", "Threads", "fill", "new_memory"]
-
 THREADS: Final = 4
 """That compare, copy and sum at once, if there are twice as many cores: a few reach what memory can do."""
 NICENESS: Final = 10

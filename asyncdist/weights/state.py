@@ -13,8 +13,6 @@ from asyncdist.errors import RemoteProtocolError, StoreTimeoutError, WatchCompac
 from asyncdist.store import Store
 from asyncdist.weights.staging import Ref
 
-__all__ = ["EMPTY", "State", "change", "followed", "read"]
-
 KEY: Final = "state"
 
 

@@ -19,8 +19,6 @@ from asyncdist.weights.peer import Peer
 from asyncdist.weights.staging import Ref, Stage
 from asyncdist.weights.state import State, followed
 
-__all__ = ["Subscription", "Version", "subscribe"]
-
 AGAIN_S: Final = 0.1
 MAX_AGAIN_S: Final = 2.0
 """Between two tries to be a subscriber again, after the store was away."""

@@ -12,8 +12,6 @@ from typing import Final
 
 from asyncdist.transport.addresses import PeerAddress
 
-__all__ = ["FAN_OUT", "PIECE_BYTES", "TOLD_AT_ONCE_BYTES", "AddressBook", "children_of", "parent_of"]
-
 TOLD_AT_ONCE_BYTES: Final = 64 << 10
 """Largest book that each rank gets from the store: that of some 500 ranks, as an address takes about 120 bytes. The
 store then sends 30 MB in all, within the second that so many ranks take to join; of four times as many, 500 MB."""

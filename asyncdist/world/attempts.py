@@ -37,8 +37,6 @@ from asyncdist.store import Lease, Store
 from asyncdist.transport.context import Absence
 from asyncdist_server.wire.messages import CLIENT_LINGER_S
 
-__all__ = ["LEFT", "PUBLISH_LIMIT_S", "RESIGNED", "Attempts", "Presence", "unpacked"]
-
 HOLD_GRACE_S: Final = CLIENT_LINGER_S
 """How long a rank that lost its connection still counts: as long as the store takes it up where it was."""
 WORLD_LINGER_S: Final = 60.0

@@ -10,8 +10,6 @@ from typing import Final
 
 from asyncdist.concurrency import trace as events
 
-__all__ = ["VARIABLE", "hear_losses"]
-
 VARIABLE: Final = "ASYNCDIST_LOSSES"
 """Where the launcher listens; `@` stands for the zero byte of an abstract name."""
 

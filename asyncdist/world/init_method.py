@@ -35,17 +35,6 @@ from asyncdist_server.wire.auth import load_token
 if TYPE_CHECKING:
     from asyncdist_server import ThreadedServer
 
-__all__ = [
-    "Hosting",
-    "InitMethod",
-    "RendezvousHandler",
-    "StoreSource",
-    "ask_handler",
-    "open_store",
-    "parse_init_method",
-    "register_rendezvous_handler",
-]
-
 FAILURE_LINGER_S: Final = 3.0
 """How long the rank that hosts the store keeps it for those who still ask why there will be no world: one more round
 trip for a rank that has connected, which a busy machine stretches."""

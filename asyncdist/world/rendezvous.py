@@ -45,8 +45,6 @@ from asyncdist.transport.context import Absence
 from asyncdist.world.address_book import AddressBook
 from asyncdist.world.attempts import LEFT, PUBLISH_LIMIT_S, RESIGNED, Attempts, Presence, unpacked
 
-__all__ = ["WORLD_ID_BYTES", "Met", "Rendezvous"]
-
 WORLD_ID_BYTES: Final = 16
 GOODBYE_LIMIT_S: Final = 5.0
 """How long a rank's farewell may take in the store, all of it: it is a courtesy and must not hold up an exit."""

@@ -23,18 +23,6 @@ from asyncdist.errors import DistError
 from asyncdist.plan.cost.constants import ASYNCIO, ASYNCIO_LOOPBACK, Constants
 from asyncdist.plan.selection.tuning import MAX_CORES, Tuning, constants_from_terms, constants_to_terms
 
-__all__ = [
-    "MAX_FILE_BYTES",
-    "agreed_tuning",
-    "built_in_constants",
-    "default_path",
-    "host_cores",
-    "own_tuning",
-    "read_file",
-    "save_constants",
-    "stored_constants",
-]
-
 FORMAT: Final = "asyncdist tuning"
 VERSION: Final = 2
 """Of the file. Those of version 1 know nothing of shared memory and of ranks that share cores."""

@@ -19,21 +19,6 @@ from asyncdist.arrays.objects import OBJECT_META, decode, encode
 from asyncdist.collectives.arguments.call import NO_BLOCKS, Call, given_at_root
 from asyncdist.errors import RemoteProtocolError
 
-__all__ = [
-    "Item",
-    "ItemCall",
-    "Terms",
-    "all_gather_array",
-    "all_gather_object",
-    "broadcast_array",
-    "broadcast_object_list",
-    "decode_object",
-    "gather_array",
-    "gather_object",
-    "scatter_array",
-    "scatter_object_list",
-]
-
 
 class Item(NamedTuple):
     """Something whole: its bytes, and what they are."""

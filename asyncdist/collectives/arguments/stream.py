@@ -13,8 +13,6 @@ from asyncdist.arrays.host import Array, Flat, host_array
 from asyncdist.collectives.arguments.call import NO_BLOCKS, Call, blocks_like, check_same_dtype
 from asyncdist.concurrency.integers import as_int
 
-__all__ = ["STREAM_WINDOW", "Progress", "StreamCall", "all_gather_stream", "broadcast_stream"]
-
 STREAM_WINDOW: Final = 4
 """Chunks a rank has under way, and chunks it receives ahead of its consumer: one on the wire, one being passed on, one
 waiting to be consumed, and one for when the loop pauses."""

@@ -19,8 +19,6 @@ import numpy as np
 
 from asyncdist.arrays.host import Array
 
-__all__ = ["ALIGNMENT", "KEEP_BYTES", "NO_BUFFER", "BlockBuffer", "Bound", "FlatBuffer", "PieceBuffer", "ScratchPool"]
-
 
 class Bound(Protocol):
     """Memory of one plan buffer; `start` and `stop` count elements."""

@@ -33,18 +33,6 @@ from asyncdist.transport.protocol.operations import Receive, SendOp
 from asyncdist.transport.protocol.peer import PeerCore
 from asyncdist.transport.protocol.zero_copy import BULK_BYTES as EXPOSED_BULK_BYTES
 
-__all__ = [
-    "SLICE_BYTES",
-    "DifferentOperation",
-    "Execution",
-    "Publisher",
-    "Resources",
-    "another_length",
-    "different",
-    "mismatch",
-    "run_sliced",
-]
-
 SLICE_BYTES: Final = 1 << 20
 """Bytes of one uninterrupted copy or reduction: about 0.3 ms, so that no callback holds the loop for a millisecond."""
 

@@ -26,8 +26,6 @@ from asyncdist.transport.protocol.operations import Receive, SendOp
 if TYPE_CHECKING:
     from asyncdist.collectives.host.backend import HostBackend
 
-__all__ = ["ItemOperation"]
-
 
 class ItemOperation(Execution):
     """One call under way: a plan of `one_by_one`, run on lists of items, one list per buffer of the plan.

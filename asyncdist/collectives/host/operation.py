@@ -24,8 +24,6 @@ from asyncdist.transport.protocol.frame import key_prefix
 if TYPE_CHECKING:
     from asyncdist.collectives.host.backend import HostBackend
 
-__all__ = ["Operation", "Recipe", "overlap"]
-
 SPARE_BYTES: Final = 64 << 10
 """Scratch up to this size stays with its recipe between calls; larger scratch goes back to the pool, for all to use."""
 SPARES: Final = 8

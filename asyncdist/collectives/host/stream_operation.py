@@ -21,8 +21,6 @@ from asyncdist.transport.protocol.frame import key_prefix
 if TYPE_CHECKING:
     from asyncdist.collectives.host.backend import HostBackend
 
-__all__ = ["StreamOperation"]
-
 
 class StreamOperation:
     """One call under way. `on_end(work, error)` is called once, unless the backend forgets the operation first."""

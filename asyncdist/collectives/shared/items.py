@@ -70,8 +70,6 @@ if TYPE_CHECKING:
     from asyncdist.collectives.shared.inline import Inline
     from asyncdist.collectives.shared.turns import Turns
 
-__all__ = ["BY_ITEMS", "READY", "ZCOPY_NEWS", "Borrow", "Items", "Pool"]
-
 NOT_READY, READY, BY_ITEMS = range(3)
 
 ZCOPY_NEWS: Final = 16

@@ -26,52 +26,6 @@ from typing import Final, NamedTuple, TypeAlias
 from asyncdist.errors import RemoteProtocolError
 from asyncdist.transport.shared_memory.process_memory import ProcessMemory
 
-__all__ = [
-    "ABSENT",
-    "BY_MESSAGE",
-    "CONSUMED",
-    "DESCRIPTOR",
-    "DESCRIPTORS",
-    "DESCRIPTORS_AT",
-    "DESCRIPTOR_BYTES",
-    "FINISHED",
-    "INLINE_AT",
-    "INLINE_BYTES",
-    "ISSUED",
-    "ITEMS",
-    "LANE_HEAD_BYTES",
-    "LENGTH_WORD",
-    "MAX_LANE_ITEMS",
-    "MAX_LANE_RANKS",
-    "PAYLOAD",
-    "PIECE",
-    "PUBLISHED",
-    "RECORD",
-    "RECORDS",
-    "RECORDS_AT",
-    "RECORD_STRIDE",
-    "RECORD_WORDS",
-    "RESULTS",
-    "ROOM",
-    "SEGMENT_WORD",
-    "SKEW_BYTES",
-    "SKIPPED",
-    "SLOTS",
-    "TURN",
-    "TURN_BYTES",
-    "WANTING",
-    "WORDS_BYTES",
-    "ByMessage",
-    "Differs",
-    "LaneFault",
-    "LaneOperation",
-    "Member",
-    "Needs",
-    "item_bytes",
-    "pool_bytes",
-    "wide_bytes",
-]
-
 Needs: TypeAlias = dict[int, dict[int, int]]
 """By member, the items of it that an operation reads, in order, and how many times it reads each."""
 

@@ -29,8 +29,6 @@ from asyncdist.plan.records import LaneMemory, by_records, pieces_bytes
 from asyncdist.plan.steps import Copy, Fetch, Plan, Publish
 from asyncdist.plan.summary import needs
 
-__all__ = ["Pieces", "in_records", "inline_of"]
-
 ALIGNMENT: Final = 16
 """Pieces begin where this suits every dtype; all of a payload are of one."""
 

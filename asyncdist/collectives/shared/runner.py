@@ -28,8 +28,6 @@ from asyncdist.errors import CollectiveMismatchError, DistError, PeerLostError
 from asyncdist.transport.shared_memory.doorbell import Ringer
 from asyncdist.transport.shared_memory.process_memory import RemoteBytes, Unreadable
 
-__all__ = ["Exposed", "Lane", "LaneRunner", "SharedSteps"]
-
 T = TypeVar("T")
 
 

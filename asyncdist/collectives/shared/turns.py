@@ -33,8 +33,6 @@ from asyncdist.collectives.shared.layout import (
 )
 from asyncdist.transport.shared_memory.fence import ORDERED, PAIR, fence, order
 
-__all__ = ["Turns"]
-
 
 class Turns:
     """One member's side. `segments` are all members' in the order of the group, our own writable, each longer than

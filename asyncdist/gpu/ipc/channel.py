@@ -40,8 +40,6 @@ from asyncdist.gpu.ipc.scratch import SMALL_SLOTS, IpcScratch, open_scratch
 from asyncdist.gpu.path import OnEnd, Surroundings
 from asyncdist.gpu.threads import Helpers, close_all, in_thread
 
-__all__ = ["MAX_EARLY", "IpcChannel", "open_channel"]
-
 STREAMS: Final = 2
 """Operations of a tag alternate between the streams: one that waits for its caller's kernels holds up every other."""
 

@@ -32,8 +32,6 @@ from asyncdist.transport.protocol.operations import Receive, SendOp
 if TYPE_CHECKING:
     from asyncdist.gpu.ipc.channel import IpcChannel
 
-__all__ = ["DONE", "READ", "TOLD", "IpcOperation", "Record", "Signals"]
-
 TOLD: Final = 1
 """The sender's stage of that chunk is complete: others may read what the sender has written into its slot."""
 READ: Final = 2

@@ -29,8 +29,6 @@ from asyncdist.gpu.path import DevicePath, OnEnd, Surroundings
 from asyncdist.gpu.staged.path import PrivateInputs, StagedPath
 from asyncdist.plan.selection.selector import plan_id
 
-__all__ = ["CLOSE_LIMIT_S", "CudaIpcPath"]
-
 CLOSE_LIMIT_S: Final = 30.0
 """How long a closing group waits until others have read what was written for them, as for sends without a receive."""
 

@@ -22,8 +22,6 @@ from asyncdist.gpu.ipc.plan import Place
 from asyncdist.gpu.path import Surroundings
 from asyncdist.gpu.threads import close_all, in_thread, made_in_thread
 
-__all__ = ["LARGE_BYTES", "LARGE_SLOTS", "SMALL_BYTES", "SMALL_SLOTS", "IpcScratch", "large_slot", "open_scratch"]
-
 SMALL_BYTES: Final = 256 << 10
 """Slot of a small operation: up to here kernel launches and signals take longer than moving the bytes."""
 SMALL_SLOTS: Final = 8

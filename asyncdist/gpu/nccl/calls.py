@@ -29,8 +29,6 @@ from asyncdist.collectives.arguments.call import Call
 from asyncdist.cuda import Communicator, Nccl, Runtime, Stream
 from asyncdist.gpu.extents import NOTHING, Extent, input_blocks, output_blocks, overlap
 
-__all__ = ["ISSUE", "Place", "alone", "talks_to"]
-
 _BYTES: Final = np.dtype(np.uint8)
 
 

@@ -25,8 +25,6 @@ from asyncdist.gpu.nccl.calls import ISSUE, Place, alone, talks_to
 from asyncdist.gpu.path import OnEnd, Surroundings
 from asyncdist.gpu.threads import Helpers, close_all, close_behind, discard_made, in_thread
 
-__all__ = ["MAX_LAUNCHED", "NcclChannel", "NcclOperation"]
-
 _NOTHING: Final[frozenset[object]] = frozenset()
 
 MAX_LAUNCHED: Final = 128

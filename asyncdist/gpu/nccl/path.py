@@ -31,8 +31,6 @@ from asyncdist.gpu.path import DevicePath, OnEnd, Surroundings
 from asyncdist.gpu.streams import devices_of_call
 from asyncdist.gpu.threads import in_thread
 
-__all__ = ["MAX_TAGS", "NcclPath"]
-
 MAX_TAGS: Final = 16
 """Most tags of a group with collectives on GPU arrays: each has a communicator, tens of MiB of every GPU."""
 

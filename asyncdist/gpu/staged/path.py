@@ -21,8 +21,6 @@ from asyncdist.gpu.path import DevicePath, OnEnd, Surroundings
 from asyncdist.gpu.staged.pipeline import DROPPED_KEPT, StagedPipeline, backend_name, drop_unbegun
 from asyncdist.gpu.threads import Helpers, close_behind
 
-__all__ = ["PrivateInputs", "StagedPath"]
-
 CLOSE_LIMIT_S: Final = 5.0
 """How long closing waits for copies under way. They wait only for the caller's kernels."""
 

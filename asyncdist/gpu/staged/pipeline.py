@@ -31,8 +31,6 @@ from asyncdist.gpu.streams import tell_queued
 from asyncdist.gpu.threads import Helpers, close_all, close_behind, in_thread
 from asyncdist.transport.protocol.frame import key_prefix, unpack_key
 
-__all__ = ["BUFFERS", "DROPPED_KEPT", "PinnedSlots", "Spares", "StagedPipeline", "backend_name", "drop_unbegun"]
-
 BUFFER_BYTES: Final = 4 << 20
 """A pinned buffer: PCIe moves it in about 100 us, ten times what starting a copy and hearing of its end take."""
 BUFFERS: Final = 4

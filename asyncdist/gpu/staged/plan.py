@@ -18,8 +18,6 @@ from asyncdist.arrays.host import Array, Flat
 from asyncdist.collectives.arguments.call import Call
 from asyncdist.gpu.extents import NOTHING, input_blocks, output_blocks
 
-__all__ = ["VECTORS", "Portion", "Transfer", "host_call", "portions", "rounds_of"]
-
 VECTORS: Final = frozenset({"all_reduce", "broadcast", "exscan", "reduce", "scan"})
 """Collectives on one vector, alike on all ranks; the others have a block for every rank."""
 

@@ -13,8 +13,6 @@ from asyncdist.group.methods.issuer import Issuer
 from asyncdist.group.point_to_point import check_tag
 from asyncdist.work import Work
 
-__all__ = ["VERDICT_S", "Collectives"]
-
 VERDICT_S: Final = 2 * PROBE_S
 """How much longer the other ranks wait than the first, so that its verdict, which needs PROBE_S, comes first."""
 

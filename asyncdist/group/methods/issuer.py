@@ -28,8 +28,6 @@ from asyncdist.world.world import World
 if TYPE_CHECKING:
     from asyncdist.group.methods.streams import ChunkStream
 
-__all__ = ["Core", "Issuer", "check_rank", "rank_number"]
-
 
 class Core(Protocol):
     """What a group needs of its core: `GroupCore` in its own event loop, `ThreadCore` in the communication thread."""

@@ -14,9 +14,6 @@ from asyncdist.group.methods.point_to_point import DEFAULT_MAX_BYTES
 from asyncdist.work import Work
 from asyncdist.world.world import World
 
-__all__ = ["DEFAULT_MAX_TOTAL_BYTES", "Arrays", "Objects"]
-
-
 DEFAULT_MAX_TOTAL_BYTES: Final = 8 * DEFAULT_MAX_BYTES
 """Most that all items coming to a rank in one operation may add up to unless told otherwise: 8 GiB, so that many peers
 together cannot make us allocate much more than one."""

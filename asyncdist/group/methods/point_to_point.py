@@ -8,8 +8,6 @@ from asyncdist.concurrency.deadline import Timeout
 from asyncdist.group.methods.issuer import Issuer, check_rank
 from asyncdist.work import Work
 
-__all__ = ["DEFAULT_MAX_BYTES", "PointToPoint"]
-
 DEFAULT_MAX_BYTES: Final = 1 << 30
 """Largest message `recv_array` accepts unless told otherwise: 1 GiB, so that a peer cannot make us allocate more."""
 

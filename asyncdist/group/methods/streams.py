@@ -15,8 +15,6 @@ from asyncdist.concurrency.deadline import INHERIT, Timeout
 from asyncdist.group.methods.issuer import Core, Issuer
 from asyncdist.work import Work
 
-__all__ = ["DEFAULT_CHUNK_BYTES", "ChunkStream", "StreamChunk", "Streams"]
-
 DEFAULT_CHUNK_BYTES: Final = 1 << 20
 """A chunk unless told otherwise: about half a millisecond on the wire, ten times what its messages cost by existing."""
 

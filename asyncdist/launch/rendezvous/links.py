@@ -39,19 +39,6 @@ if TYPE_CHECKING:
     from asyncdist.store.lease import Lease
     from asyncdist_server import ThreadedServer
 
-__all__ = [
-    "CUT_OFF",
-    "PRESENCE_GRACE_S",
-    "LinkHost",
-    "LinkPlace",
-    "Links",
-    "OnLost",
-    "Presence",
-    "beside",
-    "first_done",
-    "open_link",
-]
-
 BYE_TIMEOUT_S: Final = 5.0
 """How long node 0 waits for the goodbyes of the others, and another node for its own to arrive."""
 

@@ -45,9 +45,6 @@ from asyncdist.launch.worker import Roster
 if TYPE_CHECKING:
     from asyncdist.store.base import Store
 
-__all__ = ["ENDED_WELL", "Meeting", "Nodes"]
-
-
 ROLL_CALL_S: Final = 5.0
 """Launchers that wait answer at once; one that is silent for this long was killed while it waited."""
 

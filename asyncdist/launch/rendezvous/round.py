@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from asyncdist.store.base import Store
     from asyncdist.store.member import Membership
 
-__all__ = ["Entry", "Plan", "Round", "Stop", "shown"]
-
 _MEMBERS: Final = "members/"
 _KINDS: Final[dict[str, Literal["joined", "left", "lost"]]] = {"set": "joined", "delete": "left", "expire": "lost"}
 

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from asyncdist.store.base import Store
     from asyncdist.store.member import Membership
 
-__all__ = ["JobOverError", "Outcome", "Rounds"]
-
 _LEAVE_TIMEOUT_S: Final = 5.0
 """Leaving is tried for this long; the others notice a silent launcher by themselves."""
 

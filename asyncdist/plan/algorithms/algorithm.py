@@ -13,19 +13,6 @@ from asyncdist.plan.problem import Problem
 from asyncdist.plan.records import Takes
 from asyncdist.plan.steps import Plan
 
-__all__ = [
-    "DOUBLING",
-    "HALVING",
-    "ROUNDS_OF_BLOCKS",
-    "ROUNDS_OF_VECTORS",
-    "SKIPS",
-    "TREE",
-    "Algorithm",
-    "Growth",
-    "Kept",
-    "Pace",
-]
-
 Build: TypeAlias = Callable[[PlanBuilder, Problem, int], Plan]
 """(an empty builder of the rank's plan, the problem, elements in a chunk at most) -> the rank's plan.
 

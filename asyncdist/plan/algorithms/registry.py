@@ -28,18 +28,6 @@ from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.problem import COLLECTIVES, Problem
 from asyncdist.plan.steps import Plan
 
-__all__ = [
-    "ALGORITHMS",
-    "EVERY",
-    "SHARED_ALGORITHMS",
-    "algorithms",
-    "build",
-    "familiarity",
-    "find",
-    "needs_lane",
-    "ordered_algorithms",
-]
-
 _MODULES: Final = (
     binary_trees,
     binomial_tree,

@@ -34,20 +34,6 @@ from asyncdist.plan.chunks import Window
 from asyncdist.plan.cost.load import AT_HOME, Hop, Load, Shape, Way, Work, cold
 from asyncdist.plan.steps import Slice
 
-__all__ = [
-    "PAIR",
-    "SENDS_UP",
-    "SINGLE",
-    "Node",
-    "TreePipeline",
-    "one_way_cost",
-    "pair_nodes",
-    "pair_tops",
-    "rooted_pair_nodes",
-    "tree_node",
-    "up_and_down_cost",
-]
-
 NO_PARENT: Final = -1
 
 

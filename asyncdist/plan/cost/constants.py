@@ -12,19 +12,6 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
-__all__ = [
-    "ASYNCIO",
-    "ASYNCIO_LOOPBACK",
-    "ASYNCIO_TCP",
-    "BUILT_IN",
-    "MPI_LIKE",
-    "NCCL",
-    "SHARED_MEMORY",
-    "Constants",
-    "Link",
-    "SharedMemory",
-]
-
 UNLIMITED: Final = 0
 """`Constants.cores` of hosts on which every rank has a core of its own."""
 

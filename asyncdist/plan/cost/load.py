@@ -18,30 +18,6 @@ from asyncdist.plan.cost.constants import Constants
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.records import SINGLE_COPY_BYTES, USUAL_LANE, LaneMemory
 
-__all__ = [
-    "AT_HOME",
-    "CACHE_BYTES",
-    "COLD",
-    "NO_WORK",
-    "RETURNED_S",
-    "Hop",
-    "Load",
-    "Round",
-    "Shape",
-    "SharedLoad",
-    "SharedWork",
-    "Way",
-    "Work",
-    "alike",
-    "cold",
-    "from_root",
-    "in_records",
-    "in_rounds",
-    "shared_seconds",
-    "slowness_of",
-    "to_root",
-]
-
 CACHE_BYTES: Final = 512 << 10
 """Up to here what has been received is still in the processor's cache when it is reduced."""
 

@@ -20,8 +20,6 @@ from asyncdist.plan.chunks import offsets, partition
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, REDUCTIONS, ROOTED, Problem
 from asyncdist.plan.steps import Buffer, Copy, Fetch, FetchReduce, Plan, Publish, RecvReduce, Reduce, Send, Slice, Step
 
-__all__ = ["Relabelling", "bases_shift", "may_rotate", "rotated_problem"]
-
 _ROTATING: Final = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 
 ELSEWHERE: Final = -1

@@ -10,8 +10,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import TypeAlias
 
-__all__ = ["Expressions", "Memory", "PlanError", "RotatedExpressions", "Values", "bits", "merged", "part_of"]
-
 Values: TypeAlias = tuple[int, int, int]
 """(length, expression, base); a bare tuple, since a proof makes some for every step."""
 

@@ -27,16 +27,6 @@ from asyncdist.plan.cost.load import Hop, Load, Shape, SharedLoad, Work, shared_
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, Problem
 from asyncdist.plan.records import SINGLE_COPY_BYTES, USUAL_LANE, LaneMemory
 
-__all__ = [
-    "MAX_SHARED_RANKS",
-    "Prediction",
-    "largest_item_bytes",
-    "predict",
-    "seconds_by",
-    "shape_of",
-    "shared_chunk_sizes",
-]
-
 SHAPES_KEPT: Final = 8
 """All algorithms of a collective are asked about the same few sizes of chunk, one after another."""
 

@@ -12,16 +12,6 @@ from typing import Any, Final
 
 from asyncdist.plan.cost.constants import ASYNCIO, SHARED_MEMORY, Constants, Link, SharedMemory
 
-__all__ = [
-    "DEFAULT_TUNING",
-    "MAX_CORES",
-    "MAX_MESSAGE_S",
-    "MAX_PER_BYTE_S",
-    "Tuning",
-    "constants_from_terms",
-    "constants_to_terms",
-]
-
 MAX_MESSAGE_S: Final = 10.0
 """Longest message believed: to Mars takes longer, to the other end of the world a tenth of a second."""
 

@@ -31,8 +31,6 @@ from asyncdist.plan.cost.load import RETURNED_S
 from asyncdist.plan.records import SINGLE_COPY_BYTES
 from asyncdist.plan.steps import Copy, Fetch, FetchReduce, Plan, Publish, Recv, RecvReduce, Reduce, Send, Step
 
-__all__ = ["Feeds", "Hosts", "feeds_of", "run"]
-
 Feeds = Sequence[Sequence[int]]
 """By step number: the receives that get what a send sends, the fetches of what is published. Steps are numbered through
 all simulated ranks."""

@@ -23,18 +23,6 @@ from asyncdist.transport.protocol.frame import MAX_CALL_BYTES
 from asyncdist.transport.protocol.operations import NO_GOODBYE
 from asyncdist.transport.protocol.peer import PeerCore
 
-__all__ = [
-    "MAX_CALL_FRAMES",
-    "UNSENT_BYTES",
-    "Connection",
-    "LoopbackConnection",
-    "OnEnd",
-    "StreamConnection",
-    "limit_unsent",
-    "send_unpaced",
-    "set_stream_options",
-]
-
 MAX_CALL_FRAMES: Final = 256
 """Frames handled in one callback: at some 3 us each, more would hold the loop for over a millisecond."""
 

@@ -31,8 +31,6 @@ from asyncdist.transport.socket_dir import path_of
 if TYPE_CHECKING:
     from asyncdist.transport.connections.link import Link
 
-__all__ = ["Dialer", "PathDialer", "Target", "choose_targets"]
-
 MAX_SILENCE_S: Final = 300.0
 """Longest one connection is left to a silent peer before another is made, in case only the connection is dead."""
 ATTEMPT_TIMEOUT_S: Final = 10.0

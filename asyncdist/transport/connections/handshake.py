@@ -11,8 +11,6 @@ from asyncdist.errors import RemoteProtocolError
 from asyncdist.transport.context import MeshContext
 from asyncdist.transport.protocol.hello import Hello
 
-__all__ = ["Handshake"]
-
 H = TypeVar("H", bound=Hello)
 
 

@@ -38,8 +38,6 @@ from asyncdist.transport.protocol.operations import left_world
 from asyncdist.transport.protocol.peer import PeerCore
 from asyncdist.transport.spin import lives_here, on_this_host
 
-__all__ = ["Link", "LinkOwner", "LinkState"]
-
 CROSSED_WAIT_S: Final = 1.0
 """How long the lower rank prefers its own first attempt when the other's hello is already here."""
 DOUBT_S: Final = 0.3

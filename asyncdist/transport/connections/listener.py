@@ -27,8 +27,6 @@ from asyncdist.transport.context import MeshContext
 from asyncdist.transport.protocol.hello import ListenerHello
 from asyncdist.transport.socket_dir import new_path, publish, sweep
 
-__all__ = ["Listener"]
-
 BACKLOG: Final = 4096
 """Ranks of a large world may all dial one of them in the same instant; the kernel cuts this to its own limit."""
 ACCEPT_BATCH: Final = 64

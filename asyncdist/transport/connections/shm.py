@@ -43,8 +43,6 @@ from asyncdist.transport.shared_memory.segment import (
     send_parcel,
 )
 
-__all__ = ["MAX_PEER_SEGMENTS", "Pairing", "ShmConnection"]
-
 MAX_PEER_SEGMENTS: Final = 4096
 """Segments of one peer that may be mapped here without having been taken: arrays that live in shared memory."""
 

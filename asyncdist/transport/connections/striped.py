@@ -37,8 +37,6 @@ from asyncdist.transport.protocol.frame import MAX_CALL_BYTES
 from asyncdist.transport.protocol.operations import NO_GOODBYE
 from asyncdist.transport.protocol.peer import PeerCore
 
-__all__ = ["MAX_STRIPE_BYTES", "WINDOW_BYTES", "Path", "StripedConnection"]
-
 HEADER: Final = struct.Struct("<QQI")
 MAX_STRIPE_BYTES: Final = 2 * MAX_CALL_BYTES
 """More than any core writes at a time: MAX_CALL_BYTES and the frame that exceeds them."""

@@ -25,8 +25,6 @@ from asyncdist.transport.protocol.matching import ReceiveTable
 from asyncdist.transport.protocol.operations import SendOp, SendState
 from asyncdist.transport.protocol.output_queue import OutputQueue
 
-__all__ = ["RETURN_CREDIT_BYTES", "ReceiveWindow", "SendWindow"]
-
 RETURN_CREDIT_BYTES: Final = CREDIT_BYTES // 4
 """Credit is given back in portions, so that most messages cost no accounting beyond one addition."""
 

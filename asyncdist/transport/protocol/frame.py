@@ -62,47 +62,6 @@ from __future__ import annotations
 import struct
 from typing import Final, NamedTuple
 
-__all__ = [
-    "COLLECTIVE",
-    "CREDIT_BYTES",
-    "EAGER_BYTES",
-    "EARLY_ID",
-    "EARLY_PULL_BYTES",
-    "FRAGMENT_BYTES",
-    "HEADER",
-    "HEADER_BYTES",
-    "JOIN_BYTES",
-    "MAX_ASKS",
-    "MAX_BUFFERS",
-    "MAX_CALL_BYTES",
-    "MAX_CONTROL_BYTES",
-    "MAX_EARLY_PULLS",
-    "MAX_LENGTH",
-    "MAX_META_BYTES",
-    "MAX_OFFERS",
-    "MAX_READ_BYTES",
-    "MAX_REPLIES",
-    "MESSAGE_OVERHEAD_BYTES",
-    "POINT_TO_POINT",
-    "TRAFFIC_CLASSES",
-    "ZERO_COPY_BYTES",
-    "Flag",
-    "Header",
-    "Key",
-    "Kind",
-    "describe_key",
-    "key_prefix",
-    "key_suffix",
-    "pack_exposed",
-    "pack_fragment",
-    "pack_header",
-    "pack_key",
-    "pack_memory",
-    "unpack_key",
-    "unpack_place",
-    "unpack_token",
-]
-
 HEADER: Final = struct.Struct("<BBHI24sQII")
 HEADER_BYTES: Final = HEADER.size
 KEY_BYTES: Final = 24

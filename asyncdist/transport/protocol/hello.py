@@ -28,20 +28,6 @@ from typing import Final
 from asyncdist.errors import RemoteProtocolError
 from asyncdist_server.wire.auth import proof, verify_proof
 
-__all__ = [
-    "HELLO_BYTES",
-    "PATH_TRANSPORT",
-    "PROTOCOL_VERSION",
-    "SHARED_MEMORY_TRANSPORT",
-    "STREAM_TRANSPORT",
-    "STRIPED_TRANSPORT",
-    "DialerHello",
-    "Hello",
-    "Identity",
-    "ListenerHello",
-    "Verdict",
-]
-
 PROTOCOL_VERSION: Final = 1
 WORLD_ID_BYTES: Final = 16
 NONCE_BYTES: Final = 32

@@ -16,8 +16,6 @@ from asyncdist.transport.protocol.operations import Receive, ReceiveState
 if TYPE_CHECKING:
     from asyncdist.transport.protocol.receiver import Receiver
 
-__all__ = ["AnySourceTable", "Discarded", "DroppedGroups", "ReceiveTable", "UnexpectedWatcher"]
-
 UnexpectedWatcher: TypeAlias = Callable[[int, bytes, Container[bytes]], None]
 """unexpected(source, key, queue): a message came before its receive. `queue` has `key` until then."""
 

@@ -14,24 +14,6 @@ from typing import Any, Final, Protocol, TypeVar
 from asyncdist.arrays.host import Array
 from asyncdist.errors import CollectiveTimeoutError, DistError, GroupAbortedError, PeerLostError
 
-__all__ = [
-    "NO_GOODBYE",
-    "EarlyStream",
-    "Receive",
-    "ReceiveState",
-    "SendOp",
-    "SendState",
-    "Sink",
-    "Stream",
-    "StreamState",
-    "anew",
-    "fail_all",
-    "given_up",
-    "left_world",
-    "nobody_left",
-    "not_received",
-]
-
 
 class Sink(Protocol):
     """Is told what became of a send or a receive.

@@ -29,8 +29,6 @@ from asyncdist.transport.protocol.frame import (
 )
 from asyncdist.transport.protocol.operations import SendOp, SendState
 
-__all__ = ["Arm", "Buffer", "OutputQueue", "Writer", "nothing", "refuse", "rest_of"]
-
 Buffer: TypeAlias = bytes | memoryview
 
 Writer: TypeAlias = Callable[[Sequence[Buffer]], int]

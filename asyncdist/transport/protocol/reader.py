@@ -32,8 +32,6 @@ from asyncdist.transport.protocol.operations import Receive, ReceiveState, Strea
 from asyncdist.transport.protocol.receiver import Receiver
 from asyncdist.transport.protocol.sender import Sender
 
-__all__ = ["SCRATCH_BYTES", "Reader"]
-
 GATHER_BYTES: Final = 64 << 10
 """Longest eager payload that may wait in scratch until it is whole, where no receive is posted for it."""
 

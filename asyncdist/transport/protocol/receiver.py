@@ -58,8 +58,6 @@ from asyncdist.transport.protocol.sender import Sender
 from asyncdist.transport.protocol.unexpected_queue import UnexpectedQueue
 from asyncdist.transport.protocol.zero_copy import ZeroCopy
 
-__all__ = ["Pulls", "Receiver"]
-
 _LAST_EARLY_ID: Final = 2 * EARLY_ID - 1
 
 _KEY_ENDS: Final = frozenset(traffic.to_bytes(4, "little") for traffic in range(TRAFFIC_CLASSES))

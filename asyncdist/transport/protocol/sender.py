@@ -58,8 +58,6 @@ from asyncdist.transport.protocol.operations import SendOp, SendState, anew, fai
 from asyncdist.transport.protocol.output_queue import OutputQueue
 from asyncdist.transport.protocol.zero_copy import ZeroCopy
 
-__all__ = ["EarlyPulls", "Offers", "Sender"]
-
 _NO_PAYLOAD = memoryview(b"")
 
 _pack = HEADER.pack

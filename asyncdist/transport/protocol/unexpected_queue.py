@@ -20,8 +20,6 @@ from asyncdist.transport.protocol.matching import AnySourceTable, UnexpectedWatc
 if TYPE_CHECKING:
     from asyncdist.transport.protocol.receiver import Receiver
 
-__all__ = ["UnexpectedMessage", "UnexpectedQueue"]
-
 
 @dataclass(slots=True, eq=False)
 class UnexpectedMessage:

@@ -22,8 +22,6 @@ from asyncdist.concurrency import trace as events
 from asyncdist.transport.fork import SocketSet
 from asyncdist.transport.shared_memory.segment import PAGE_BYTES, Segment
 
-__all__ = ["SharedArrays", "address_of"]
-
 ALIGNMENT: Final = 64
 """A cache line, and the widest vector register."""
 ARENA_BYTES: Final = 64 << 20

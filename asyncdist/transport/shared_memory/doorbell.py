@@ -18,8 +18,6 @@ from asyncdist.transport.fork import SocketSet
 from asyncdist.transport.shared_memory.fence import ORDERED, PAIR, RECHECK_S, fence
 from asyncdist.transport.shared_memory.segment import PAGE_BYTES, AttachedSegment, Segment
 
-__all__ = ["Doorbell", "Ringer"]
-
 _ASLEEP: Final = 0
 
 

@@ -29,8 +29,6 @@ import os
 import threading
 from typing import Final
 
-__all__ = ["ORDERED", "PAIR", "RECHECK_S", "fence", "order"]
-
 RECHECK_S: Final = 0.25
 """A sleeper looks at shared memory this often by itself: a wake-up that got lost costs this much instead of a hang."""
 

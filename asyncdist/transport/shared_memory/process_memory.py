@@ -22,17 +22,6 @@ from asyncdist.arrays.host import Array
 from asyncdist.arrays.reduction import Kernel
 from asyncdist.concurrency import trace as events
 
-__all__ = [
-    "PROCESS",
-    "TOKEN_BYTES",
-    "OwnMemory",
-    "ProcessMemory",
-    "RemoteBytes",
-    "Token",
-    "Unreadable",
-    "permit_reading",
-]
-
 PROCESS: Final = (1 << 48) - 1
 """Stands for the memory of the sender's process in place of a segment's number. Offsets in it are addresses."""
 

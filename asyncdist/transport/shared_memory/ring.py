@@ -22,8 +22,6 @@ from typing import Final
 from asyncdist.errors import RemoteProtocolError
 from asyncdist.transport.shared_memory.fence import ORDERED, fence, order
 
-__all__ = ["HALF_CONTROL_BYTES", "PART_BYTES", "SENT", "RingReader", "RingWriter", "half_bytes"]
-
 HALF_CONTROL_BYTES: Final = 4096
 PART_BYTES: Final = 128 << 10
 """Bytes after which the other side is told, in either direction: some 10 us of copying."""

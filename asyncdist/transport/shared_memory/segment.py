@@ -35,24 +35,6 @@ from typing import Any, Final, NamedTuple
 from asyncdist.errors import RemoteProtocolError
 from asyncdist.transport.fork import SocketSet
 
-__all__ = [
-    "ARENA",
-    "LENT",
-    "MAX_SEGMENT_BYTES",
-    "PAGE_BYTES",
-    "READY",
-    "REFUSAL",
-    "SEGMENT",
-    "SETUP",
-    "AttachedSegment",
-    "Parcel",
-    "ParcelReader",
-    "Segment",
-    "close_all",
-    "segments_available",
-    "send_parcel",
-]
-
 PAGE_BYTES: Final = mmap.PAGESIZE
 MAX_SEGMENT_BYTES: Final = 1 << 40
 """Largest segment a peer may ask us to map. Only address space is spent; a terabyte is far beyond any array."""
