@@ -15,7 +15,12 @@ FILES = sorted(
 )
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 70  # to see it at once; its docstring does not count
-FACES = ("__init__.py", "asyncdist/errors.py", "asyncdist/functional.py", "asyncdist/weights/vllm.py")  # users import these
+FACES = (
+    "__init__.py",
+    "asyncdist/errors.py",
+    "asyncdist/functional.py",
+    "asyncdist/weights/vllm.py",
+)  # users import these
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Trees: TypeAlias = list[tuple[str, ast.Module]]

@@ -5,7 +5,7 @@ happens on its event loop, in the order in which `submit` and `call` were called
 another thread, so that any thread may wait for it.
 
 A thread without an event loop waits in `Reply.wait` and nowhere else. It runs the loop itself there, if it finds the
-`Helm` free.
+`ProgressLock` free.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from asyncdist.concurrency.trace import shorten_if_uncaught
 from asyncdist.errors import ClosedError, DistError
-from asyncdist.threads.helm import Helm
+from asyncdist.threads.progress_lock import ProgressLock
 from asyncdist.work import Work
 
 T = TypeVar("T")
@@ -48,8 +48,8 @@ class CommunicationThread:
     """An event loop (uvloop where installed) in a daemon thread. Made by `acquire`."""
 
     def __init__(self, switch_interval_s: float | None) -> None:
-        self.helm = Helm()
-        self.loop: asyncio.AbstractEventLoop = self.helm.loop
+        self.progress_lock = ProgressLock()
+        self.loop: asyncio.AbstractEventLoop = self.progress_lock.loop
         self.users = 0
         self.at_exit: dict[object, Callable[[BaseException | None], Coroutine[Any, Any, None]]] = {}
         """What leaves each open world at the end of the program, given the exception that ended it, if any."""
@@ -70,16 +70,16 @@ class CommunicationThread:
 
     def is_current(self) -> bool:
         """Whether the caller runs the loop: what it needs done there, it does."""
-        return self.helm.is_mine()
+        return self.progress_lock.is_mine()
 
     def take(self) -> bool:
-        """Take the helm, as `Helm.take`; what was submitted or called before has had a turn of the loop then."""
-        if not self.helm.take():
+        """Take the lock, as `ProgressLock.take`; what was submitted or called before has had its turn then."""
+        if not self.progress_lock.take():
             return False
         if self._submitted or self._turn_due:
             self._turn_due = False
             self._work_off()
-            self.helm.turn()
+            self.progress_lock.run_once()
         return True
 
     def submit(self, function: Callable[..., object], *arguments: Any) -> None:
@@ -111,18 +111,18 @@ class CommunicationThread:
                 if done is None:  # it was no operation: to withdraw one, perhaps
                     self.owe_turn()
                 elif not done:
-                    self.helm.owe()
+                    self.progress_lock.owe()
                 return result
             finally:
-                self.helm.give()
+                self.progress_lock.give()
         reply: Reply[T] = Reply(self)
         self.submit(reply.run, function, arguments)
         return reply.wait()
 
     def owe_turn(self) -> None:
-        """With the helm: the loop has called others back, who are to be called before it does anything else."""
+        """With the lock: the loop has called others back, who are to be called before it does anything else."""
         self._turn_due = True
-        self.helm.owe()
+        self.progress_lock.owe()
 
     def ask(self, function: Callable[..., T], *arguments: Any) -> T:
         """As `call`, for a function that begins nothing and changes nothing."""
@@ -131,7 +131,7 @@ class CommunicationThread:
         try:
             return function(*arguments)
         finally:
-            self.helm.give()
+            self.progress_lock.give()
 
     def start_task(
         self, coroutine: Coroutine[Any, Any, T], context: Context, done: Callable[[asyncio.Task[T]], object]
@@ -158,7 +158,7 @@ class CommunicationThread:
         submitted = self._submitted
         while submitted:
             function, arguments = submitted.popleft()
-            self.helm.do(function, *arguments)
+            self.progress_lock.do(function, *arguments)
 
     # Start and end
 
@@ -182,19 +182,19 @@ class CommunicationThread:
             sys.setswitchinterval(self._previous_s)
 
     def _stop(self) -> None:
-        if not self.helm.stopping:  # else what ends there now would be stopped
-            self.helm.stopping = True
+        if not self.progress_lock.stopping:  # else what ends there now would be stopped
+            self.progress_lock.stopping = True
             self.loop.stop()
 
     def _run(self) -> None:
         try:
-            self.helm.keep()
+            self.progress_lock.run_in_background()
         finally:
-            self.helm.stopping = True
+            self.progress_lock.stopping = True
             ending = self.loop.create_task(self._end())
             ending.add_done_callback(lambda _ending: self.loop.stop())
-            while not ending.done():  # somebody may have stopped the loop to ask for the helm
-                self.helm.run()
+            while not ending.done():  # somebody may have stopped the loop to ask for the lock
+                self.progress_lock.run()
             self.loop.close()
 
     async def _end(self) -> None:
@@ -221,7 +221,7 @@ class Reply(Generic[T]):
         self._error: BaseException | None = None
 
     def run(self, function: Callable[..., T], arguments: tuple[Any, ...] = ()) -> None:
-        """Answer with what `function(*arguments)` returns or raises; called with the helm."""
+        """Answer with what `function(*arguments)` returns or raises; called with the lock."""
         try:
             result = function(*arguments)
         except BaseException as error:
@@ -230,12 +230,12 @@ class Reply(Generic[T]):
             self.set(result)
 
     def set(self, result: T | None = None, error: BaseException | None = None) -> None:
-        """Answer; called with the helm, at most once."""
+        """Answer; called with the lock, at most once."""
         self._result = result
         self._error = error
         self.answered = True
         self.rouse()
-        self._thread.helm.answered(self)
+        self._thread.progress_lock.answered(self)
 
     def rouse(self) -> None:
         """See `Awaited`."""
@@ -245,7 +245,7 @@ class Reply(Generic[T]):
     def wait(self, timeout_s: float | None = None, begin: Callable[[], Work[Any] | None] | None = None) -> T:
         """Wait for the answer; raises what the answer is. None if it does not come in time. Ctrl-C interrupts.
 
-        `begin()` is called before, with the helm. It must not raise, and may return a Work whose end is the answer:
+        `begin()` is called before, with the lock. It must not raise, and may return a Work whose end is the answer:
         that one's spinner looks for it. Raises ClosedError when no answer can come.
         """
         thread, end_s = self._thread, math.inf if timeout_s is None else time.monotonic() + timeout_s
@@ -255,14 +255,14 @@ class Reply(Generic[T]):
                     work = None if begin is None else begin()
                     begin = None
                     if not self.answered:
-                        self._steer(work, end_s)
+                        self._run_until(work, end_s)
                 finally:
-                    thread.helm.give()
+                    thread.progress_lock.give()
             else:
                 if begin is not None:
                     thread.submit(begin)
                     begin = None
-                thread.helm.wait_for(self, lambda: self._lock.acquire(timeout=min(LIVENESS_S, _until(end_s))))
+                thread.progress_lock.wait_for(self, lambda: self._lock.acquire(timeout=min(LIVENESS_S, _until(end_s))))
             if not self.answered:
                 if time.monotonic() >= end_s:
                     return None  # type: ignore[return-value]
@@ -277,16 +277,16 @@ class Reply(Generic[T]):
                 self._error = None  # it refers to this frame, and so to us
         return self._result  # type: ignore[no-any-return]
 
-    def _steer(self, work: Work[Any] | None, end_s: float) -> None:
-        helm = self._thread.helm
+    def _run_until(self, work: Work[Any] | None, end_s: float) -> None:
+        lock = self._thread.progress_lock
         spinner = None if work is None else work._spinner
         if work is None or spinner is None:
-            helm.steer(self, _until(end_s))
+            lock.run_until(self, _until(end_s))
         elif not spinner.look(work):
-            helm.steer(self, _until(end_s))
+            lock.run_until(self, _until(end_s))
             spinner.woken()
         elif spinner.turn_due():
-            helm.turn()
+            lock.run_once()
 
 
 def _until(end_s: float) -> float:
@@ -351,7 +351,7 @@ def _forget() -> None:
     global _current, _lock
     _lock = threading.Lock()
     if _current is not None:
-        _current.helm.forget()
+        _current.progress_lock.forget()
         _forked.append(_current)  # kept for ever, as the destructor of an event loop closes it
         _current = None
 

@@ -1,4 +1,4 @@
-"""The helm: who waits runs the loop, the communication thread does while nobody waits, and signals come in between."""
+"""The progress lock: who waits runs the loop, else the communication thread does, and signals come in between."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from socket_world import LIMIT_S
 from thread_worlds import nothing_left, wait_without_loop
 
 from asyncdist.concurrency import loop as loops
-from asyncdist.threads import helm as module
+from asyncdist.threads import progress_lock as module
 from asyncdist.threads.bridge import complete
 from asyncdist.threads.thread import CommunicationThread, Reply, acquire, release
 
@@ -43,7 +43,7 @@ async def who_runs(seconds: float = 0.01) -> int:
 
 
 def test_who_waits_runs_the_loop(thread: CommunicationThread) -> None:
-    complete(thread, who_runs, Context())  # the thread has begun, and leaves the helm to us from now on
+    complete(thread, who_runs, Context())  # the thread has begun, and leaves the lock to us from now on
     for _ in range(3):
         assert complete(thread, who_runs, Context()) == get_ident()
         assert thread.call(get_ident) == get_ident()
@@ -74,7 +74,7 @@ def test_the_next_who_waits_goes_on_where_one_ends(thread: CommunicationThread) 
     complete(thread, who_runs, Context())
     first = threading.Thread(target=lambda: found.append(complete(thread, lambda: who_runs(0.05), Context())))
     first.start()
-    wait_without_loop(lambda: thread.helm._place.thread == first.ident)
+    wait_without_loop(lambda: thread.progress_lock._place.thread == first.ident)
     assert complete(thread, lambda: who_runs(0.3), Context()) == get_ident()
     first.join()
     assert found == [first.ident]
@@ -103,10 +103,15 @@ def test_nobody_is_busy_when_there_is_nothing_to_do(
     reply: Reply[None] = Reply(thread)
     waiting = threading.Thread(target=reply.wait)
     waiting.start()
-    wait_without_loop(lambda: thread.helm._place.thread != 0 and (thread.helm._sleeping or thread.helm._watching))
+    wait_without_loop(
+        lambda: (
+            thread.progress_lock._place.thread != 0
+            and (thread.progress_lock._sleeping or thread.progress_lock._watching)
+        )
+    )
     tries: list[object] = []
-    take = thread.helm._may_take
-    monkeypatch.setattr(thread.helm, "_may_take", lambda: (tries.append(None), take())[1])
+    take = thread.progress_lock._may_take
+    monkeypatch.setattr(thread.progress_lock, "_may_take", lambda: (tries.append(None), take())[1])
     threading.Event().wait(0.1)
     assert len(tries) <= 3  # hundred times the grace
     thread.call(reply.set)

@@ -1,16 +1,16 @@
-"""The helm: which thread runs the event loop of the communication thread.
+"""The progress lock: which thread runs the event loop of the communication thread.
 
-Whoever holds one lock does. A thread that waits for an operation takes the helm, as a rank of MPI does that makes the
+Whoever holds the lock does. A thread that waits for an operation takes it, as a rank of MPI does that makes the
 progress itself: it need not wake another, nor be woken. It issues and looks for the end first, without running the loop
 (the loop is *lent*), and runs the loop if the end does not come soon. Nothing is handed on at the end: who waits
-next takes the helm where it lies.
+next takes the lock where it lies.
 
-The communication thread is the keeper. It runs the loop while nobody waits. When there is nothing to do, it watches the
-loop's descriptor without holding the helm, so that a call need not ask for it. It leaves the helm alone for `GRACE_S`
-after others had it, as they come back soon as a rule.
+The communication thread runs the loop while nobody waits. When there is nothing to do, it watches the loop's descriptor
+without holding the lock, so that a call need not ask for it. It leaves the lock alone for `GRACE_S` after others had
+it, as they come back soon as a rule.
 
 In the main thread signal handlers are put off meanwhile, as what they raise, KeyboardInterrupt perhaps, would leave the
-world half changed. A signal ends the steering, and then its handler is called.
+world half changed. A signal ends the waiting thread's turn, and then its handler is called.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ from typing import Any, Final, Protocol
 
 from asyncdist.concurrency.loop import Place, due_ms, lendable, watched
 
-__all__ = ["Awaited", "Helm"]
+__all__ = ["Awaited", "ProgressLock"]
 
 GRACE_S: Final = 2e-3
-"""How long the keeper leaves the helm alone after others had it. News for nobody who waits is late by as much."""
+"""How long the communication thread leaves the lock alone after others had it. News for nobody who waits is late by as
+much."""
 LINGER_S: Final = 1e-3
-"""How long the keeper runs the loop at least once there is something to do: watching costs some system calls more."""
+"""How long it runs the loop at least once there is something to do: watching costs some system calls more."""
 MOST_LINGER_S: Final = 20e-3
 """The same, while there is always more to do."""
 ASK_S: Final = 2e-3
-"""How long one who needs the helm waits for the keeper to give it, at most: twice as long as the keeper's functions
-take as a rule."""
+"""How long one who needs the lock waits for the communication thread to give it, at most: twice as long as functions
+take there as a rule."""
 HELD: Final = tuple(
     getattr(signal, name)
     for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2")
@@ -50,54 +51,54 @@ HELD: Final = tuple(
 
 
 class Awaited(Protocol):
-    """What a thread steers for."""
+    """What a thread runs the loop for."""
 
     answered: bool
 
     def rouse(self) -> None:
-        """Have the thread that waits look whether it is answered, or whether it can take the helm."""
+        """Have the thread that waits look whether it is answered, or whether it can take the lock."""
 
 
-class Helm:
+class ProgressLock:
     """See the module."""
 
     def __init__(self) -> None:
         self.loop: Any = lendable(self._called)
         self.stopping = False
-        """Whether the keeper ends the loop, and nobody else runs it any more."""
+        """Whether the communication thread ends the loop, and nobody else runs it any more."""
         self._place: Place = self.loop.place
         self._lock = _thread.allocate_lock()
         self._pid, self._main = os.getpid(), threading.main_thread().ident
         self._before: asyncio.AbstractEventLoop | None = None
-        """The loop that runs in the thread that has the helm, below ours."""
+        """The loop that runs in the thread that has the lock, below ours."""
         self._for: Awaited | None = None
         self._held = HeldSignals(self.loop)
         self._waiting: deque[Awaited] = deque()
-        self._steered = 0
-        """How often others than the keeper have had the helm."""
+        self._taken = 0
+        """How often others than the communication thread have had the lock."""
         self._called_since = False
         """Whether other threads have called the loop, which may not have run since."""
-        # Of the keeper.
+        # Of the communication thread.
         self._alarm = _thread.allocate_lock()
         self._alarm.acquire()
-        self._keeper = self._seen = 0
+        self._background = self._seen = 0
         self._linger_s = LINGER_S
         self._watching = self._sleeping = self._asked = self._urgent = False
 
     def is_mine(self) -> bool:
-        """Whether the caller has the helm."""
+        """Whether the caller has the lock."""
         return get_ident() == self._place.thread
 
     # For those who wait.
 
     def take(self) -> bool:
-        """Take the helm, if nobody else has it, or the keeper gives it soon. If True, `give` follows in any case."""
+        """Take the lock, if it is free, or the communication thread gives it soon. Then `give` must follow."""
         thread = get_ident()
         main = thread == self._main
         if main:
             self._held.hold()
         if self._pid == os.getpid() and not self.stopping and (self._lock.acquire(False) or self._ask()):
-            self._steered += 1
+            self._taken += 1
             self._place.thread = thread
             self._before = asyncio._get_running_loop()
             asyncio._set_running_loop(self.loop)
@@ -108,14 +109,14 @@ class Helm:
         return False
 
     def _ask(self) -> bool:
-        if self._place.thread != self._keeper:
-            return False  # who steers answers those who wait
+        if self._place.thread != self._background:
+            return False  # who runs the loop answers those who wait
         self._asked = True
         self.loop.wake(self.loop.stop)
         return self._lock.acquire(timeout=ASK_S)
 
     def give(self) -> None:
-        """Leave the helm to the next. Raises what the handlers of signals raise that came meanwhile."""
+        """Leave the lock to the next. Raises what the handlers of signals raise that came meanwhile."""
         main = self._held.holds and get_ident() == self._main
         self.loop.lent = False
         asyncio._set_running_loop(self._before)
@@ -125,22 +126,22 @@ class Helm:
         if self._waiting:
             self._rouse()
         if self._called_since:
-            self.call_keeper()
+            self.call_background()
         elif self._watching or self._sleeping:
             self._alert()
         if main:
             self._held.release()
 
     def forget(self) -> None:
-        """In a forked child: nobody has the helm, whoever had it in the parent."""
+        """In a forked child: nobody has the lock, whoever had it in the parent."""
         self._held.put_back()
 
     def owe(self) -> None:
-        """With the helm: what was begun goes on at once after `give`, though nobody waits for it."""
+        """With the lock: what was begun goes on at once after `give`, though nobody waits for it."""
         self._called_since = True
 
-    def steer(self, awaited: Awaited, timeout_s: float) -> None:
-        """With the helm: run the loop until `awaited` is answered, a signal comes or `timeout_s` is over."""
+    def run_until(self, awaited: Awaited, timeout_s: float) -> None:
+        """With the lock: run the loop until `awaited` is answered, a signal comes or `timeout_s` is over."""
         loop = self.loop
         timer = loop.call_later(timeout_s, loop.stop) if timeout_s < threading.TIMEOUT_MAX else None
         self._for = awaited
@@ -156,8 +157,8 @@ class Helm:
             if timer is not None:
                 timer.cancel()
 
-    def turn(self) -> None:
-        """With the helm: run what is due, but wait for nothing."""
+    def run_once(self) -> None:
+        """With the lock: run what is due, but wait for nothing."""
         self.loop.lent = False
         asyncio._set_running_loop(None)
         try:
@@ -168,12 +169,12 @@ class Helm:
             self.loop.lent = True
 
     def answered(self, awaited: Awaited) -> None:
-        """`awaited` is answered now, by who has the helm."""
+        """`awaited` is answered now, by who has the lock."""
         if awaited is self._for:
             self.loop.stop()
 
     def wait_for(self, awaited: Awaited, wait: Callable[[], object]) -> None:
-        """Without the helm: `wait`, until `awaited` is roused. That happens once nobody steers any more, too."""
+        """Without the lock: `wait`, until `awaited` is roused. That happens once nobody runs the loop any more, too."""
         self._waiting.append(awaited)
         try:
             if self._lock.locked():
@@ -189,7 +190,7 @@ class Helm:
                 return
 
     def run(self) -> None:
-        """With the helm: run the loop until it is stopped."""
+        """With the lock: run the loop until it is stopped."""
         self._called_since = False
         self.do(self.loop.run_forever)  # which raises SystemExit and KeyboardInterrupt of a function of the user's
 
@@ -200,16 +201,16 @@ class Helm:
         except BaseException as error:
             self.loop.call_exception_handler({"message": "in the communication thread", "exception": error})
 
-    # For the keeper.
+    # For the communication thread.
 
     def _called(self) -> None:
-        """Another thread has called the loop: who has the helm, or else the keeper, makes it run soon."""
+        """Another thread has called the loop: who has the lock, or else the communication thread, makes it run soon."""
         self._called_since = True
         if not self._lock.locked():
-            self.call_keeper()
+            self.call_background()
 
-    def call_keeper(self) -> None:
-        """Have the keeper take the helm at once, if nobody else has."""
+    def call_background(self) -> None:
+        """Have the communication thread take the lock at once, if nobody else has."""
         self._urgent = True
         self._alert()
 
@@ -220,9 +221,9 @@ class Helm:
             with contextlib.suppress(RuntimeError):  # it is closed
                 self.loop.wake(_nothing)
 
-    def keep(self) -> None:
-        """Run the loop whenever nobody else does, until `stopping`; returns with the helm."""
-        self._keeper = get_ident()
+    def run_in_background(self) -> None:
+        """Run the loop whenever nobody else does, until `stopping`; returns with the lock."""
+        self._background = get_ident()
         descriptor, poll = watched(self.loop), select.poll()
         if descriptor >= 0:
             poll.register(descriptor, select.POLLIN)
@@ -233,12 +234,12 @@ class Helm:
                     self._watch(poll, timeout_ms)
         if not self.is_mine():
             self._lock.acquire()
-            self._place.thread = self._keeper
+            self._place.thread = self._background
 
     def _may_take(self) -> bool:
-        """Take the helm, unless others have it, or had it lately and may come back."""
-        if self._steered != self._seen and not self._urgent:
-            self._seen = self._steered
+        """Take the lock, unless others have it, or had it lately and may come back."""
+        if self._taken != self._seen and not self._urgent:
+            self._seen = self._taken
             self._alarm.acquire(timeout=GRACE_S)
             return False
         if not self._lock.acquire(False):
@@ -248,17 +249,17 @@ class Helm:
                 self._sleeping = False
                 return False
             self._sleeping = False
-        self._place.thread = self._keeper
+        self._place.thread = self._background
         while self._place.errands:
             self.do(self._place.errands.pop())
-        self._seen = self._steered
+        self._seen = self._taken
         self._urgent = self._asked = False
         return True
 
     def _run_on(self, descriptor: int) -> int | None:
         """Run the loop for a while. Returns after how long it has to run again, if nothing comes; -1 for never.
 
-        Returns None if others wait for the helm, or if it is kept for the end.
+        Returns None if others wait for the lock, or if it is kept for the end.
         """
         timer = None if descriptor < 0 else self.loop.call_later(self._linger_s, self.loop.stop)
         self.run()
@@ -278,7 +279,7 @@ class Helm:
         return None
 
     def _watch(self, poll: select.poll, timeout_ms: int) -> None:
-        """Without the helm: sleep until there is something to do."""
+        """Without the lock: sleep until there is something to do."""
         if self._watching:
             found = not self._alarm.acquire(False) and poll.poll(timeout_ms)
             self._watching = False
