@@ -20,6 +20,7 @@ LOADS = {"load", "loads", "fromfile", "memmap"}
 
 ALLOWED = {
     ("asyncdist/arrays/objects.py", "pickle"): "only with allow_pickle=True on every rank",
+    ("asyncdist/cli/flight_record_command.py", "pickle"): "it only writes: torch's analyzer reads nothing else",
     ("asyncdist/launch/spawn.py", "multiprocessing"): "a program's own function, to its own children",
     ("asyncdist/tuning/session.py", "multiprocessing"): "figures of a process's own children, over its own pipe",
     ("asyncdist/testing/fake_meeting.py", "multiprocessing"): "its sockets only, for bytes in msgpack",

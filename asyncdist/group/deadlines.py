@@ -97,7 +97,7 @@ class Deadlines:
         self._timer: asyncio.Handle | None = None
         self._due_s = math.inf  # kept here, as uvloop makes a plain handle of a timer that is due at once
         self._probes: dict[WorkKey, _Probe] = {}
-        self._slow_s = slow_s_from_environ(os.environ)
+        self._slow_s = slow_s_from_environ(os.environ, world.loop)
         self._late: dict[WorkKey, dict[int, str]] = {}
         """What members have said of operations that take long."""
         self._told: set[WorkKey] = set()

@@ -117,7 +117,7 @@ class Pairs:
         if parent_id is not None:
             self.closed_members = ClosedMembers(world, group_id, parent_id, ranks, self._waited_for, owner.ask_origin)
         self._closed_by: set[int] = set()
-        self._slow_s = slow_s_from_environ(os.environ)
+        self._slow_s = slow_s_from_environ(os.environ, world.loop)
         self._slow_timer: asyncio.TimerHandle | None = None
         self._seen: weakref.WeakSet[PairWork] = weakref.WeakSet()
         """Those that were under way when last looked for slow ones."""

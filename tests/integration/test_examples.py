@@ -141,13 +141,17 @@ def test_every_example_is_tested_and_says_how_to_run_it() -> None:
         UPDATE,
         GPU_UPDATE,
         FLEET,
+        *EXAMPLES.glob("weights_*.py"),  # tests/integration/test_weight_servers.py
         ELASTIC,  # tests/integration/launch/test_elastic_training.py
     }
     readme = (ROOT / "README.md").read_text()
     for path in files:
-        assert re.search(
-            rf"^    asyncdist run --nproc-per-node \d examples/{path.name}", path.read_text(), re.MULTILINE
+        starts = (
+            r"(STORE=\S+ )?(python|uvicorn)"
+            if path.name.startswith("weights_")
+            else r"asyncdist run --nproc-per-node \d"
         )
+        assert re.search(rf"^    {starts} .*\b{path.stem}\b", path.read_text(), re.MULTILINE), path
         assert f"examples/{path.name.replace('_blocking', '')}" in readme
 
 

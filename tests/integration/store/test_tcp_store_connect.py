@@ -174,9 +174,9 @@ async def test_a_process_shakes_hands_only_so_often_at_once(
 
     monkeypatch.setattr(dialer, "prove", counted)
     stores = await asyncio.gather(*(TCPStore.connect("127.0.0.1", server.port, timeout=60) for _ in range(50)))
-    assert most == 8
     for store in stores:
         await store.close()
+    assert 1 < most <= 8
 
 
 async def test_clients_that_a_busy_daemon_has_let_go_do_not_come_back_in_step() -> None:

@@ -19,7 +19,8 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def _sites(monkeypatch: pytest.MonkeyPatch) -> None:
+def _as_in_real_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASYNCDIST_SLOW_S", str(SLOW_S))
     monkeypatch.setattr(RECORDER, "sites", True)
 
 
@@ -89,7 +90,7 @@ def test_the_time_is_read_from_the_environment(
     run_world(2, main)
     assert not lines(caplog)
     with pytest.raises(ValueError, match="ASYNCDIST_SLOW_S='soon' is not a number of seconds"):
-        slow_s_from_environ({"ASYNCDIST_SLOW_S": "soon"})
+        slow_s_from_environ({"ASYNCDIST_SLOW_S": "soon"}, None)
 
 
 def test_hooks_see_operations_begin_and_end() -> None:
