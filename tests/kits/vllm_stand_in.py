@@ -110,7 +110,7 @@ class Model:
     def load_weights(self, weights: Any) -> None:
         """Copy."""
         assert self.reloading
-        self.weights = {name: np.array(tensor) for name, tensor in weights}
+        self.weights = {name: np.asarray(tensor).copy() for name, tensor in weights}
 
 
 @dataclass

@@ -382,7 +382,7 @@ class Job:
     def settled(self, now: float) -> None:
         """No other member came; those that were waited for are lost unless their connections are there again."""
         self._stop_settling()
-        lost = [lease for lease in map(self.leases.__getitem__, self.absent) if lease.deserted]
+        lost = [lease for lease in map(self.leases.__getitem__, sorted(self.absent)) if lease.deserted]
         for lease in lost:
             self._state.leases.end(lease, EVENT_EXPIRE, now)
         if not lost and not self.absent:
