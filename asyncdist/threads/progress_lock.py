@@ -2,8 +2,8 @@
 
 Whoever holds the lock does. A thread that waits for an operation takes it, as a rank of MPI does that makes the
 progress itself: it need not wake another, nor be woken. It issues and looks for the end first, without running the loop
-(the loop is *lent*), and runs the loop if the end does not come soon. Nothing is handed on at the end: who waits
-next takes the lock where it lies.
+(the loop is *lent*), and runs the loop if the end does not come soon. At the end it lets go; a thread
+that waits for the lock is woken and takes it.
 
 The communication thread runs the loop while nobody waits. When there is nothing to do, it watches the loop's descriptor
 without holding the lock, so that a call need not ask for it. It leaves the lock alone for `GRACE_S` after others had
@@ -135,6 +135,11 @@ class ProgressLock:
     def forget(self) -> None:
         """In a forked child: nobody has the lock, whoever had it in the parent."""
         self._held.put_back()
+
+    def end(self) -> None:
+        """Close the loop. Another thread may get the number of this one later, and must not pass for it."""
+        self._place.thread = 0
+        self.loop.close()
 
     def owe(self) -> None:
         """With the lock: what was begun goes on at once after `give`, though nobody waits for it."""

@@ -1,4 +1,4 @@
-"""CommunicationThread: the one thread of a process that runs transport and reductions for code that cannot.
+"""CommunicationThread: the thread of a process that runs transport and reductions while no thread waits for them.
 
 It is started when the first world needs it and ends with the last one. Everything that concerns a world of the thread
 happens on its event loop, in the order in which `submit` and `call` were called. What happens there never waits for
@@ -87,6 +87,8 @@ class CommunicationThread:
 
         Any thread may call it. Raises ClosedError once the thread has ended and in a forked child.
         """
+        if self._pid != os.getpid():
+            raise self._gone()
         self._submitted.append((function, arguments))
         if not self._awake:
             self._awake = True
@@ -97,8 +99,6 @@ class CommunicationThread:
                 if isinstance(error, RuntimeError):
                     raise self._gone() from None
                 raise
-        if self._pid != os.getpid():
-            raise self._gone()
 
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
         """As `submit`, and wait for the result; what `function` raises is raised here."""
@@ -195,7 +195,7 @@ class CommunicationThread:
             ending.add_done_callback(lambda _ending: self.loop.stop())
             while not ending.done():  # somebody may have stopped the loop to ask for the lock
                 self.progress_lock.run()
-            self.loop.close()
+            self.progress_lock.end()
 
     async def _end(self) -> None:
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
