@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any, Final
 
 from asyncdist.concurrency import trace as events
-from asyncdist.concurrency.tasks import start_task, telling, uninterrupted
+from asyncdist.concurrency.tasks import ended, start_task, telling, uninterrupted
 from asyncdist.errors import DistError
 from asyncdist.group.default_group import register_world
 from asyncdist.group.process_group import ProcessGroup
@@ -141,9 +141,11 @@ class _World:
         finally:
             over.cancel()
             forming.cancel()
-            await uninterrupted(_ended(forming, over))
-            if not forming.cancelled() and forming.exception() is None:
-                self._group = forming.result()
+            try:
+                await uninterrupted(ended(forming, over))
+            finally:
+                if not forming.cancelled() and forming.exception() is None:
+                    self._group = forming.result()
         if self._group is not None and not self.changing:
             self._formed.set()
             self._tasks.append(start_task(self._loop, self._follow_ranks(self._group), name="follows ranks"))
@@ -162,10 +164,15 @@ class _World:
         """Leave the group: at once because of `error`, else in order, so that all finish what this member has."""
         self._over.set()
         try:
-            if not for_good:
-                await self._say("ended", f"{self._member.name} has ended its turn")
-            if self._group is not None:
-                await self._group.__aexit__(None if error is None else type(error), error, None)
+            try:
+                if not for_good:
+                    await self._say("ended", f"{self._member.name} has ended its turn")
+            except asyncio.CancelledError as cancelled:
+                error = error or cancelled
+                raise
+            finally:
+                if self._group is not None:
+                    await self._group.__aexit__(None if error is None else type(error), error, None)
         except DistError:
             if not self.changing:
                 raise
@@ -174,7 +181,7 @@ class _World:
                 self._timer.cancel()
             for task in self._tasks:
                 task.cancel()
-            await uninterrupted(_ended(*self._tasks))
+            await uninterrupted(ended(*self._tasks))
 
     # ---- what ends it
 
@@ -224,9 +231,7 @@ class _World:
                 if event.kind == "joined":
                     joining.add(event.member)
                 elif event.member in self._members:
-                    return await self._say(
-                        event.kind, f"{event.member} {'left' if event.kind == 'left' else 'was lost'}"
-                    )
+                    return await self._gone(event.member, left=event.kind == "left")
                 else:
                     joining.discard(event.member)
                 if not joining or room <= 0:
@@ -253,7 +258,3 @@ def _why_key(epoch: int) -> str:
 
 async def _opened(opening: GroupOpening) -> ProcessGroup:
     return await opening
-
-
-async def _ended(*tasks: asyncio.Task[object]) -> None:
-    await asyncio.wait(tasks)

@@ -62,6 +62,13 @@ async def uninterrupted(cleaning: Coroutine[Any, Any, T]) -> T:
         del task, cancelled  # what is raised refers to this frame
 
 
+async def ended(*futures: asyncio.Future[Any]) -> None:
+    """Wait until all have ended, well or not: for `uninterrupted`."""
+    await asyncio.wait(futures)
+    for future in futures:
+        _ask(future)
+
+
 def _ask(task: asyncio.Future[Any]) -> None:
     """Read the exception, so that asyncio does not warn if the caller was cancelled or destroyed with its loop."""
     if not task.cancelled():

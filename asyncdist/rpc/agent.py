@@ -147,7 +147,7 @@ class Agent:
                 await left.close()
 
     async def close(self) -> None:
-        """Cancel what is under way on both sides. From now on calls of this rank are refused."""
+        """Cancel what is under way on both sides. From now on calls to this rank are refused."""
         self.closing = True
         for callee in self.callees.values():
             for call in [*callee.waiting, *callee.under_way]:
@@ -166,8 +166,9 @@ class Agent:
                 self._serving.cancel()
                 await asyncio.wait([self._serving])
         except TimeoutError:
-            self._serving.cancel()
+            pass
         finally:
+            self._serving.cancel()
             while self.arrivals.done():
                 self.arrivals.take().handle()  # which refuses it
             for caller in list(self.callers.values()):
@@ -197,7 +198,7 @@ async def serve(group: Group = None, *, max_calls: int = MAX_CALLS) -> AsyncIter
     A call of a rank that has not entered yet waits for it. At the end of the block this rank waits for the calls it
     has issued, and goes on serving until all ranks have come to their ends, or are lost: so a rank that only serves
     has an empty block. An exception, or cancelling, ends it at once: what this rank has called is cancelled there,
-    and calls of this rank raise PeerLostError, with `left` set.
+    and what others have called on this rank raises PeerLostError there, with `left` set.
 
     `max_calls`, which is the same on all ranks: calls of one rank that are under way on another at a time. More wait
     on the caller, in their order. Raises RuntimeError if this rank serves the group already, and where the group's

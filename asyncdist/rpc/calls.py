@@ -32,6 +32,7 @@ from asyncdist.rpc.messages import (
     STREAM,
     Arrivals,
     Inbox,
+    octets_of,
 )
 from asyncdist.transport.protocol.operations import Receive, SendOp
 from asyncdist.work import Work
@@ -104,14 +105,15 @@ class Call(Work[Any], Inbox):
     When the last waiter is cancelled, so is the call. Either way the receive of its answer stays until that is here.
     """
 
-    __slots__ = ("_apart", "_callee", "_name", "_ops", "_payload", "_timer", "kind", "lease", "number", "octets")
+    __slots__ = ("_arrays", "_callee", "_name", "_ops", "_payload", "_timer", "kind", "lease", "number", "octets")
 
     def __init__(
         self, callee: Callee, kind: int, name: str, lease: Lease | None, args: Sequence[Any], kwargs: Any
     ) -> None:
         agent = callee.agent
-        self._apart: list[Array] = []
-        self._payload: memoryview | None = encode([name, list(args), kwargs], apart=self._apart)
+        apart: list[Array] = []
+        self._payload: memoryview | None = encode([name, list(args), kwargs], apart=apart)
+        self._arrays = octets_of(apart)
         super().__init__(agent.loop, "rpc", self._payload.nbytes)
         self._spinner = agent.spinner
         self._callee = callee
@@ -144,9 +146,9 @@ class Call(Work[Any], Inbox):
             return
         try:
             agent.outbox.post(rank, agent.keys.requests, HEAD.pack(self.kind, self.number, target), payload)
-            if self._apart:
-                self._ops = agent.outbox.post_arrays(rank, agent.keys.request_arrays(self.number), self._apart)
-                self._apart = []
+            if self._arrays:
+                self._ops = agent.outbox.post_arrays(rank, agent.keys.request_arrays(self.number), self._arrays)
+                self._arrays = []
         except DistError:  # the receive hears of it, too
             return
 
@@ -177,7 +179,7 @@ class Call(Work[Any], Inbox):
             del callee.waiting[self]
             self.lease = None
             self._payload = None
-            self._apart = []
+            self._arrays = []
         else:
             callee.agent.outbox.withdraw(callee.rank, self._ops)
             callee.note(CANCEL, self.number)

@@ -95,6 +95,14 @@ class Listener:
         raise AssertionError("it receives nothing without a target")
 
 
+def octets_of(arrays: Iterable[Array]) -> list[memoryview]:
+    """Arrays as they travel: from where they are, those that are not contiguous from a copy.
+
+    Raises MemoryError: before the message that says that they follow.
+    """
+    return [Flat(array, writable=False).octets for array in arrays]
+
+
 class Outbox(Listener):
     """Sends messages, and knows which of them the transport still has."""
 
@@ -113,9 +121,9 @@ class Outbox(Listener):
             self.sending[token] = op
         return op
 
-    def post_arrays(self, rank: int, key: bytes, arrays: Iterable[Array]) -> list[SendOp]:
-        """Send arrays from where they are; those that are not contiguous from a copy."""
-        return [self.post(rank, key, b"", Flat(array, writable=False).octets) for array in arrays]
+    def post_arrays(self, rank: int, key: bytes, arrays: Iterable[memoryview]) -> list[SendOp]:
+        """Send what `octets_of` gave."""
+        return [self.post(rank, key, b"", octets) for octets in arrays]
 
     def withdraw(self, rank: int, ops: Iterable[SendOp]) -> None:
         """Send nothing more of `ops`: their arrays are free when this returns."""

@@ -29,6 +29,7 @@ from asyncdist.rpc.messages import (
     STREAM,
     Arrivals,
     Inbox,
+    octets_of,
 )
 from asyncdist.rpc.registry import look_up
 from asyncdist.transport.protocol.operations import Receive
@@ -232,12 +233,11 @@ class Caller(Inbox):
 
     def _send(self, kind: int, number: int, value: Any) -> None:
         apart: list[Array] = []
-        payload = encode(value, apart=apart)
+        payload, arrays = encode(value, apart=apart), octets_of(apart)
         agent = self.agent
         try:
             agent.outbox.post(self.rank, agent.keys.answer(number), _HEADS[kind], payload)
-            if apart:
-                agent.outbox.post_arrays(self.rank, agent.keys.answer_arrays(number), apart)
+            agent.outbox.post_arrays(self.rank, agent.keys.answer_arrays(number), arrays)
         except DistError:  # the caller is gone
             return
 

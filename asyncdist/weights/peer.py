@@ -31,7 +31,7 @@ import numpy as np
 
 from asyncdist.arrays.host import Array
 from asyncdist.concurrency import trace as events
-from asyncdist.concurrency.tasks import uninterrupted
+from asyncdist.concurrency.tasks import ended, uninterrupted
 from asyncdist.errors import DistError, PeerLostError, RemoteProtocolError
 from asyncdist.messages.work import PairWork, RecvArrayWork, RecvWork, SendWork
 from asyncdist.store import Lease, PrefixStore, Store, TCPStore
@@ -151,6 +151,8 @@ class Peer:
         self.mesh = mesh
         self.stages: dict[int, Stage] = {}
         self.threads = Threads()
+        self.said_ready = 0
+        """The id of the version that it has said to be ready at."""
         self.bytes_given = 0
         """Bytes of versions sent to others; what they map is not sent."""
         assert mesh.memory is not None
@@ -231,9 +233,11 @@ class Peer:
         self.member = self.member._replace(**changes)
         return self._said(self.view.set(f"members/{self.rank}", self.member.pack(), lease=self.lease))
 
-    def ready(self, version: int) -> Awaitable[None]:
-        """Say that this subscriber serves `version`, as `tell` does."""
-        return self._said(self.view.set(f"ready/{self.member.label}", str(version), lease=self.lease))
+    def ready(self, ref: Ref) -> Awaitable[None]:
+        """Say that this subscriber serves a version and can be asked, as `tell` does."""
+        self.said_ready = ref.id
+        self.tell(serves=ref.id)
+        return self._said(self.view.set(f"ready/{self.member.label}", str(ref.version), lease=self.lease))
 
     def _said(self, reply: Awaitable[None]) -> Awaitable[None]:
         future = asyncio.ensure_future(reply)
@@ -294,11 +298,15 @@ class Peer:
             self._answering[rank, request] = task
             task.add_done_callback(lambda _task: self._answering.pop((rank, request), None))
 
+    def forget(self, stage: Stage) -> None:
+        """Its memory is used for no other version: whoever still maps it keeps it."""
+        self._lenders.discard(stage)
+
     def _given_back(self, rank: int, number: int) -> None:
+        if rank in self._memory.connections:
+            self._memory.connections[rank].unshare(number)
         for stage in [stage for stage in self._lenders if (rank, number) in stage.lent]:
             stage.lent.discard((rank, number))
-            if rank in self._memory.connections:
-                self._memory.connections[rank].unshare(number)
             if not stage.lent:
                 self._lenders.discard(stage)
                 if stage.unused:
@@ -315,6 +323,7 @@ class Peer:
             await self._send(rank, request, msgpack.packb([_BUSY, 0]))
         else:
             self._given += 1
+            stage.sending += 1
             flat = stage.flat  # which may be dropped meanwhile
             try:
                 await self._send(rank, request, msgpack.packb([_OK, 0]))
@@ -326,6 +335,7 @@ class Peer:
                     self.bytes_given += octets.stop - octets.start
             finally:
                 self._given -= 1
+                stage.sending -= 1
                 stage.given += 1
                 if stage.given >= GIVEN_AT_ONCE:
                     stage.spared_until_s = self._loop.time() + SPARED_S
@@ -460,7 +470,8 @@ class Peer:
                         await self._receive(rank, request, sums.view(np.uint8))
                         await self._receive(rank, request, stage.flat[octets])
                 finally:
-                    await uninterrupted(_result_of(checking))
+                    await uninterrupted(ended(checking))
+                checking.result()
                 checks = [partial(stage.check, run, sums, f"rank {rank}")]
             await self.threads.do(checks)
 
@@ -479,12 +490,12 @@ class Peer:
         """The number in an answer. Raises _Refusal for a refusal."""
         answer = bytes(await self._receive_array(rank, request))
         try:
-            status, number = msgpack.unpackb(answer)
+            status, number = map(int, msgpack.unpackb(answer))
         except _BROKEN:
             raise RemoteProtocolError(f"rank {rank} answers {answer[:20]!r}") from None
         if status != _OK:
             raise _Refusal("it is busy" if status == _BUSY else "it has the version no more")
-        return int(number)
+        return number
 
     def _ask(self, rank: int, verb: int, id: int, blocks: bytes) -> int:
         self._requests += 1
@@ -530,8 +541,13 @@ class Peer:
 
     def gone(self, rank: int) -> None:
         """A peer is lost, or has left: what it maps it may read for ever, unknown to us."""
-        for stage in self._lenders:
-            stage.spoiled |= any(holder == rank for holder, _ in stage.lent)
+        for stage in list(self._lenders):
+            gone = {(holder, number) for holder, number in stage.lent if holder == rank}
+            if gone:
+                stage.spoiled = True
+                stage.lent -= gone
+                if not stage.lent:
+                    self._lenders.discard(stage)
         self._loop.call_soon(self.mesh.forget, rank)
 
 
@@ -575,7 +591,3 @@ def _unpacked(blocks: bytes, count: int) -> Array:
 
 def _copy(stage: Stage, old: Array, octets: slice) -> None:
     stage.flat[octets] = old[octets]
-
-
-async def _result_of(task: asyncio.Task[None]) -> None:
-    await task

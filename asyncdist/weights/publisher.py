@@ -96,6 +96,8 @@ class Publisher:
                 self._state = before.taken_over()
                 if await change(peer.view, before, self._state):
                     break
+            if self._closed:  # meanwhile
+                raise ClosedError(f"{self!r} is closed")
         except BaseException:
             await uninterrupted(peer.close())
             raise
@@ -159,7 +161,7 @@ class Publisher:
             await uninterrupted(self._roll_back(peer))
             if self._state.committed != self._ref:
                 peer.withhold(stage)
-                self._spare(stage)
+                self._spare(peer, stage)
                 raise
             self._serve(peer, stage)
             if not isinstance(error, DistError):
@@ -171,7 +173,7 @@ class Publisher:
         before, self._current = self._current, stage
         if before is not None:
             peer.withhold(before)
-            self._spare(before)
+            self._spare(peer, before)
 
     async def _stage(self, peer: Peer, version: int, arrays: Mapping[str, Array]) -> Stage:
         """Copy `arrays` to where subscribers of this host map them."""
@@ -190,19 +192,20 @@ class Publisher:
     def _room(self, manifest: Manifest, peer: Peer) -> tuple[Stage, Manifest | None]:
         """Memory for a version, and what is in it: of an earlier one, if nobody can read that any more."""
         for stage in self._spares:
-            if not stage.lent and not stage.spoiled and stage.manifest.entries == manifest.entries:
+            if not (stage.lent or stage.sending or stage.spoiled) and stage.manifest.entries == manifest.entries:
                 self._spares.remove(stage)
                 return Stage(manifest, stage.memory, stage.segment), stage.manifest
         view, segment = new_memory(manifest.nbytes, peer.fds)
         return Stage(manifest, view, segment), None
 
-    def _spare(self, stage: Stage) -> None:
+    def _spare(self, peer: Peer, stage: Stage) -> None:
         """Keep its memory for one of the next versions."""
         self._spares.append(stage)
         usable = [stage for stage in self._spares if not stage.spoiled][-SPARES:]
         for old in self._spares:
             if old not in usable:
                 old.close()
+                peer.forget(old)
         self._spares = usable
 
     def _forget_stages(self) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from asyncdist.arrays.host import Array, Flat
 from asyncdist.concurrency import trace as events
-from asyncdist.concurrency.tasks import uninterrupted
+from asyncdist.concurrency.tasks import ended, uninterrupted
 from asyncdist.errors import RemoteProtocolError
 from asyncdist.transport.fork import SocketSet
 from asyncdist.transport.shared_memory.segment import AttachedSegment, Segment
@@ -58,9 +58,10 @@ class Stage:
     """A version in memory. `sums` are CRC-32 of its blocks, or UNKNOWN.
 
     `segment` is None where this system shares no memory. `source` is the rank that lent it, and its number there.
-    `lent` are those it was lent to and did not give it back, with the numbers they know it by. `spoiled`: somebody may
-    read it unknown to us. `dropped`: it is not ours to read any more; `unused`: nobody in this process reads it.
-    It was sent to others `given` times, and a publisher sends it to nobody until `spared_until_s`.
+    `lent` are those it was lent to and did not give it back, with the numbers they know it by. `sending`: to how many
+    its bytes are being sent. `spoiled`: somebody may read it unknown to us. `dropped`: it is not ours to read any more;
+    `unused`: nobody in this process reads it. It was sent to others `given` times, and a
+    publisher sends it to nobody until `spared_until_s`.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Stage:
         self.source: tuple[int, int] | None = None
         self.sums: Array = np.full(len(manifest.born), UNKNOWN)
         self.lent: set[tuple[int, int]] = set()
+        self.sending = 0
         self.spoiled = False
         self.unused = self.dropped = False
         self.given = 0
@@ -222,14 +224,14 @@ class Threads:
 
         loop = asyncio.get_running_loop()
         running = [loop.run_in_executor(self._pool, work) for _ in range(self._count)]
-        ended = asyncio.gather(*running, return_exceptions=True)
+        all_of_them = asyncio.gather(*running, return_exceptions=True)
         try:
-            await asyncio.shield(ended)
+            await asyncio.shield(all_of_them)
         except asyncio.CancelledError:
             failed = True
-            await uninterrupted(_end_of(ended))
+            await uninterrupted(ended(all_of_them))
             raise
-        for error in ended.result():
+        for error in all_of_them.result():
             if error is not None:
                 raise error
 
@@ -242,7 +244,3 @@ def _be_nice() -> None:
     if sys.platform == "linux":  # where a thread has a priority of its own
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-
-
-async def _end_of(future: asyncio.Future[Any]) -> None:
-    await future

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple, Self
 
 from asyncdist.arrays.host import Array, describe, host_array
 from asyncdist.concurrency import trace as events
-from asyncdist.concurrency.tasks import start_task, uninterrupted
+from asyncdist.concurrency.tasks import ended, start_task, uninterrupted
 from asyncdist.errors import ClosedError, DistError
 from asyncdist.store import Store
 from asyncdist.store.member import default_name
@@ -44,10 +44,10 @@ def subscribe(
     the next. The arrays are read-only, and shared with other processes of this host.
 
     `label` is this subscriber's name among those that are ready, which no other has, by default host, pid and a random
-    number. Lost
-    connections to the store are made anew; what is served stays meanwhile. Leave with `break` and it goes on in the
-    background, until `close`; `async with` closes it. Cancelling, and errors, end it. The iterator raises WeightsError
-    if this process serves nothing and cannot serve what is committed, DistError where the store refuses this process.
+    number. Lost connections to the store are made anew; what is served stays meanwhile. Leave with `break` and it goes
+    on in the background, until `close`; `async with` closes it. Cancelling, and errors, end it. The iterator raises
+    WeightsError if this process serves nothing and cannot serve what is committed, DistError where the store refuses
+    this process.
     """
     return Subscription(name, into, store, label or default_name())
 
@@ -72,6 +72,7 @@ class Subscription(AsyncIterator[Version]):
         self._task: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
         self._yielded = -1
+        self._ready = 0
 
     def __repr__(self) -> str:
         return f"<Subscription {self.label} of '{self.name}', version {self.version}>"
@@ -115,7 +116,7 @@ class Subscription(AsyncIterator[Version]):
         """Subscribe no more; arrays that were got stay valid. Bounded in time. Idempotent."""
         if self._task is not None and not self._task.done():
             self._task.cancel()
-            await uninterrupted(_end_of(self._task))
+            await uninterrupted(ended(self._task))
 
     async def _run(self) -> None:
         pause_s = AGAIN_S
@@ -155,7 +156,8 @@ class Subscription(AsyncIterator[Version]):
                 stage.source, stage.lent, stage.spoiled = None, set(), True
                 peer.keep(stage)
                 peer.tell(serves=ref.id)
-                self._say_ready(peer)
+                if self._into is not None or self._ready == ref.id:
+                    self._say_ready(peer)
             await asyncio.wait([following, losing], return_when=asyncio.FIRST_COMPLETED)
             if following.done():
                 await following
@@ -164,7 +166,7 @@ class Subscription(AsyncIterator[Version]):
             for task in (following, losing):
                 task.cancel()
             self._stop_getting()
-            await uninterrupted(_end_of(following, losing))
+            await uninterrupted(ended(following, losing))
             if self._staged is not None:
                 peer.drop(self._staged[1])
             self._peer, self._staged = None, None
@@ -246,13 +248,6 @@ class Subscription(AsyncIterator[Version]):
     def _say_ready(self, peer: Peer) -> None:
         assert self._serving is not None
         ref = self._serving[0]
-        if not peer.lease.lost and peer.member.serves != ref.id:
-            peer.tell(serves=ref.id)
-            peer.ready(ref.version)
-
-
-async def _end_of(*tasks: asyncio.Task[Any]) -> None:
-    await asyncio.wait(tasks)
-    for task in tasks:
-        if not task.cancelled():
-            task.exception()
+        if not peer.lease.lost and peer.said_ready != ref.id:
+            self._ready = ref.id
+            peer.ready(ref)

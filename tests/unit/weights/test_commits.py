@@ -12,6 +12,7 @@ from weights_kit import joined, model, serving, version_of
 
 from asyncdist import HashStore, weights
 from asyncdist.errors import ClosedError, StoreTimeoutError
+from asyncdist.weights.peer import Peer
 from asyncdist.weights.state import read
 from asyncdist.weights.subscriber import Subscription
 
@@ -70,6 +71,50 @@ async def test_memory_is_used_again_only_when_nobody_reads_it(store):
             await weights.wait_ready("policy", version, store=store, timeout=10)
             await eventually(lambda: all(not stage.lent for stage in publisher._spares))
         assert before in [stage.memory for stage in [*publisher._spares, publisher._current]]
+
+
+async def test_what_servers_that_left_have_mapped_is_not_kept_for_them(store):
+    async with weights.publish("policy", store=store) as publisher:
+        for version in range(1, 8):
+            async with serving(store.clone(), {}):
+                await publisher.commit(version, model(version))
+                await weights.wait_ready("policy", version, store=store, timeout=10)
+            await eventually(lambda: not publisher._peer._lenders)
+
+
+async def test_memory_that_is_being_sent_is_not_written(store):
+    async with weights.publish("policy", store=store) as publisher:
+        for version in range(1, 6):
+            await publisher.commit(version, model(version))
+            if version == 1:
+                first = publisher._current
+                first.sending += 1
+            assert version == 1 or publisher._current.memory is not first.memory
+
+
+async def test_a_server_whose_lease_was_lost_is_ready_again_at_what_it_serves(store):
+    async with serving(store.clone(), {}) as subscription, weights.publish("policy", store=store) as publisher:
+        await publisher.commit(1, model(1))
+        await weights.wait_ready("policy", 1, store=store, timeout=10)
+        first = subscription._peer
+        first.lease.abandon()
+        await eventually(lambda: subscription._peer not in (None, first))
+        await weights.wait_ready("policy", 1, store=store, timeout=10)
+
+
+async def test_closing_beside_a_commit_that_connects_anew_ends_both(store, monkeypatch):
+    async with weights.publish("policy", store=store) as publisher:
+        publisher._peer.lease.abandon()
+        open_peer = Peer.open
+
+        async def closed_meanwhile(*arguments, **options):
+            await publisher.close()
+            return await open_peer(*arguments, **options)
+
+        monkeypatch.setattr(Peer, "open", closed_meanwhile)
+        with pytest.raises(ClosedError):
+            await publisher.commit(1, model(1))
+        assert publisher._peer is None
 
 
 async def test_a_subscriber_that_cannot_serve_a_version_keeps_it_from_all(store):
