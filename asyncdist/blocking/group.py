@@ -68,8 +68,8 @@ class Session(Bridge):
         except ClosedError:
             self.check_open(function)
             raise
-        except BaseException as error:
-            if not isinstance(error, Exception):
+        except BaseException:
+            if not reply.answered:
                 self.thread.submit(self._give_up, call)
             raise
 
@@ -223,8 +223,8 @@ def _joining(function: Callable[P, Any]) -> Callable[P, ProcessGroup]:
     def init_process_group(*args: P.args, **kwargs: P.kwargs) -> ProcessGroup:
         """Join a world; arguments and errors are those of `asyncdist.init_process_group`. Ctrl-C gives up.
 
-        The group returned is the default group; `with init_process_group() as group:` leaves it at the end. Everything
-        is done by the process's communication thread, which is started if it does not run yet.
+        The group returned is the default group; `with init_process_group() as group:` leaves it at the end. It starts
+        the process's communication thread, which makes the progress while no thread waits.
         """
         refuse_loop("init_process_group")
         if "progress" in kwargs:
@@ -267,14 +267,16 @@ def _join(name: str, opening: Awaitable[InnerGroup], store: Store | None) -> Pro
     try:
         thread.submit(call.begin)
         reply.wait()
-    except BaseException as error:
-        if not isinstance(error, Exception):
-            with contextlib.suppress(Exception, asyncio.CancelledError):
-                if thread.call(cancel):
-                    reply.wait()
-        if opened:
-            complete(thread, lambda: give_up(opened[0], "joining was interrupted"), Context(), cancels=False)
-        release(thread)
+    except BaseException:
+        try:
+            if not reply.answered:
+                with contextlib.suppress(Exception, asyncio.CancelledError):
+                    if thread.call(cancel):
+                        reply.wait()
+            if opened:
+                complete(thread, lambda: give_up(opened[0], "joining was interrupted"), Context(), cancels=False)
+        finally:
+            release(thread)
         raise
     session = Session(thread, opened[0], context)
     session.store = store

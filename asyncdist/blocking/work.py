@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from asyncdist.concurrency.deadline import timeout_seconds
-from asyncdist.errors import ClosedError
+from asyncdist.errors import ClosedError, WaitTimeoutError
 from asyncdist.threads.bridge import ItemsThere
 from asyncdist.threads.thread import Reply
 from asyncdist.transport.protocol.operations import anew
@@ -102,7 +102,7 @@ class Work(Generic[T]):
                     raise self._session.thread.call(self._inner.late, timeout_s)
             except BaseException as error:
                 self._stop_waiting(reply)
-                if isinstance(error, KeyboardInterrupt):
+                if not isinstance(error, WaitTimeoutError | ClosedError):
                     self._session.interrupted.add(self._inner)
                 raise
         self._outcome()

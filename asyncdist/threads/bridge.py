@@ -174,15 +174,16 @@ def complete(
 ) -> Any:
     """Call `function` in the communication thread and wait, in an ordinary thread, for the end of what it begins.
 
-    Ctrl-C ends the waiting at once; with `cancels` it also ends what was begun.
+    Ctrl-C, and what another signal's handler raises, ends the waiting at once; with `cancels` also what was begun.
     """
     reply: Reply[Any] = Reply(thread)
     call = Call(thread, reply, context, function)
     try:
         return reply.wait(begin=call.begin)
-    except BaseException as error:
-        if cancels and not isinstance(error, Exception):
-            thread.submit(call.give_up)
+    except BaseException:
+        if cancels and not reply.answered:
+            with contextlib.suppress(ClosedError):
+                thread.submit(call.give_up)
         raise
 
 

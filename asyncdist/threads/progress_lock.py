@@ -33,8 +33,8 @@ from asyncdist.concurrency.loop import Place, due_ms, lendable, watched
 __all__ = ["Awaited", "ProgressLock"]
 
 GRACE_S: Final = 2e-3
-"""How long the communication thread leaves the lock alone after others had it. News for nobody who waits is late by as
-much."""
+"""How long the communication thread leaves the lock alone after others had it. What no thread
+waits for may be noticed that much later."""
 LINGER_S: Final = 1e-3
 """How long it runs the loop at least once there is something to do: watching costs some system calls more."""
 MOST_LINGER_S: Final = 20e-3
@@ -97,7 +97,13 @@ class ProgressLock:
         main = thread == self._main
         if main:
             self._held.hold()
-        if self._pid == os.getpid() and not self.stopping and (self._lock.acquire(False) or self._ask()):
+        try:
+            taken = self._pid == os.getpid() and not self.stopping and (self._lock.acquire(False) or self._ask())
+        except BaseException:
+            if main:
+                self._held.put_back()
+            raise
+        if taken:
             self._taken += 1
             self._place.thread = thread
             self._before = asyncio._get_running_loop()
@@ -112,7 +118,8 @@ class ProgressLock:
         if self._place.thread != self._background:
             return False  # who runs the loop answers those who wait
         self._asked = True
-        self.loop.wake(self.loop.stop)
+        with contextlib.suppress(RuntimeError):  # it is closed
+            self.loop.wake(self.loop.stop)
         return self._lock.acquire(timeout=ASK_S)
 
     def give(self) -> None:
@@ -134,6 +141,9 @@ class ProgressLock:
 
     def forget(self) -> None:
         """In a forked child: nobody has the lock, whoever had it in the parent."""
+        self._place.thread = 0
+        self.loop.lent = False
+        self._waiting.clear()
         self._held.put_back()
 
     def end(self) -> None:
@@ -300,11 +310,12 @@ class HeldSignals:
     """Handlers of signals, put off. Of the main thread."""
 
     def __init__(self, loop: Any) -> None:
-        self.came: deque[tuple[int, Any]] = deque()
+        self.came: deque[tuple[int, Any, int]] = deque()
         self.holds = False
         self._loop = loop
         self._own = self._come
-        self._handlers: list[tuple[int, Any]] = []
+        self._handlers: dict[int, Any] = {}
+        """Those that were put off last. Where one that was put back raised, others may still stand here alone."""
 
     def hold(self) -> None:
         """Call no handler until `release`. Raises what a handler raises now."""
@@ -313,7 +324,7 @@ class HeldSignals:
             for number in HELD:
                 handler = _signal.getsignal(number)
                 if callable(handler) and handler is not own:
-                    self._handlers.append((number, handler))
+                    self._handlers[number] = handler
                     _signal.signal(number, own)
         except BaseException:
             self.put_back()
@@ -321,29 +332,42 @@ class HeldSignals:
         self.holds = True
 
     def _come(self, number: int, frame: Any) -> None:
-        self.came.append((number, frame))
+        if not self.holds:
+            self._handlers[number](number, frame)
+            return
+        self.came.append((number, frame, _wakeup_fd()))
         with contextlib.suppress(RuntimeError):  # it is closed
             self._loop.wake(self._loop.stop)
 
-    def put_back(self) -> list[tuple[int, Any]]:
-        """Have handlers called as signals come; returns those that were put off."""
+    def put_back(self) -> None:
+        """Have handlers called as signals come. Raises what a handler raises now."""
         self.holds = False
-        handlers, self._handlers = self._handlers, []
-        for number, handler in reversed(handlers):  # Ctrl-C's last: it may come at once
+        for number in reversed(self._handlers):  # Ctrl-C's last: it may come at once
             if _signal.getsignal(number) is self._own:
-                _signal.signal(number, handler)
-        return handlers
+                _signal.signal(number, self._handlers[number])
 
     def release(self) -> None:
         """Call handlers as signals come, and now those of the signals that came; raises what they raise."""
-        handlers = self.put_back()
-        if self.came:
-            self._call(dict(handlers))
+        try:
+            self.put_back()
+        finally:
+            self._call()
 
-    def _call(self, handlers: dict[int, Any]) -> None:
+    def _call(self) -> None:
         if self.came:
-            number, frame = self.came.popleft()
+            number, frame, heard_by = self.came.popleft()
             try:
-                handlers[number](number, frame)
+                self._handlers[number](number, frame)
+                listening = _wakeup_fd()
+                if listening not in (-1, heard_by):  # our loop was told in the place of the one below it
+                    with contextlib.suppress(OSError):
+                        os.write(listening, bytes((number,)))
             finally:
-                self._call(handlers)
+                self._call()
+
+
+def _wakeup_fd() -> int:
+    """Where the interpreter tells an event loop of signals, -1 for nowhere."""
+    descriptor = _signal.set_wakeup_fd(-1)
+    _signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
+    return int(descriptor)

@@ -78,8 +78,12 @@ class CommunicationThread:
             return False
         if self._submitted or self._turn_due:
             self._turn_due = False
-            self._work_off()
-            self.progress_lock.run_once()
+            try:
+                self._work_off()
+                self.progress_lock.run_once()
+            except BaseException:  # a handler of a signal that is not put off raises
+                self.progress_lock.give()
+                raise
         return True
 
     def submit(self, function: Callable[..., object], *arguments: Any) -> None:

@@ -7,12 +7,13 @@ import functools
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import Context
 from threading import get_ident
 from typing import Any
 
 import pytest
+import uvloop
 from socket_world import LIMIT_S
 from thread_worlds import nothing_left, wait_without_loop
 
@@ -154,6 +155,79 @@ def test_a_signal_whose_handler_returns_ends_no_waiting(
         assert came == [(signal.SIGUSR1, False)]
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("below", [uvloop.new_event_loop, asyncio.new_event_loop])
+def test_an_event_loop_below_hears_of_signals(thread: CommunicationThread, below: Callable[[], Any]) -> None:
+    """As where torch waits inside a running loop: ours runs in its place, and is told in its place."""
+
+    async def main() -> None:
+        loop, heard, times = asyncio.get_running_loop(), asyncio.Event(), []
+        loop.add_signal_handler(signal.SIGUSR1, lambda: (heard.set(), times.append(1)))
+        threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        asyncio._set_running_loop(None)
+        try:
+            complete(thread, lambda: who_runs(0.1), Context())
+        finally:
+            asyncio._set_running_loop(loop)
+        async with asyncio.timeout(LIMIT_S):
+            await heard.wait()
+        await asyncio.sleep(0.05)
+        assert times == [1]
+
+    with asyncio.Runner(loop_factory=below) as runner:
+        runner.run(main())
+
+
+def test_a_handler_that_raises_as_it_is_put_back_leaves_the_others_working(thread: CommunicationThread) -> None:
+    held = thread.progress_lock._held
+    put_back = signal.signal
+
+    def raises(number: int, handler: Any) -> Any:
+        if number == signal.SIGTERM and handler is terminated:
+            raise SystemExit
+        return put_back(number, handler)
+
+    def terminated(*_: Any) -> None: ...
+
+    before = signal.signal(signal.SIGTERM, terminated)
+    try:
+        held.hold()
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(module._signal, "signal", raises)
+            with pytest.raises(SystemExit):
+                held.release()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert complete(thread, who_runs, Context())
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert signal.getsignal(signal.SIGTERM) is terminated
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_what_another_handler_raises_ends_what_was_begun(thread: CommunicationThread) -> None:
+    """As Ctrl-C does: a receive that goes on would write into the caller's array."""
+
+    def late(*_: Any) -> None:
+        raise TimeoutError("by the alarm")
+
+    ended = threading.Event()
+
+    async def begun() -> None:
+        try:
+            await asyncio.sleep(LIMIT_S)
+        finally:
+            ended.set()
+
+    before = signal.signal(signal.SIGALRM, late)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(TimeoutError, match="by the alarm"):
+            complete(thread, begun, Context())
+        assert ended.wait(LIMIT_S / 2)
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_a_handler_that_is_changed_meanwhile_stays(thread: CommunicationThread) -> None:
