@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 from xml.sax.saxutils import escape
 
+from asyncdist.cli.picture import svg
 from asyncdist.cli.tables import show_seconds
 
 _COLOURS: Final = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17becf", "#7f7f7f", "#bcbd22")
@@ -44,15 +45,4 @@ def draw_latency(title: str, worlds: Sequence[int], times_s: Mapping[str, Sequen
             x, y = points[-1]
             yield f'<text x="{x + 8}" y="{y + 4}" fill="{colour}">{escape(name)}: {show_seconds(line[-1])}</text>'
 
-    width, height = _LEFT + _WIDTH + 190, _TOP + _HEIGHT + 76
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
-            'font-size="12">',
-            f'<rect width="{width}" height="{height}" fill="white"/>',
-            f'<text x="16" y="24" font-size="14">{escape(title)}</text>',
-            *frame(),
-            *lines(),
-            "</svg>\n",
-        ]
-    )
+    return svg(title, _LEFT + _WIDTH + 190, _TOP + _HEIGHT + 76, *frame(), *lines())

@@ -96,14 +96,20 @@ def draw(problem: Problem, algorithm: str) -> str:
         title += f"; a rank sends up to {_share(max(sent), whole)}"
     width, height = 2 * _LEFT + _COLUMN * (problem.world - 1), _TOP + _ROW * rounds + 34
     width = max(width, 8 * len(title))
+    return svg(
+        title, width, height, *_frame(problem.world, rounds), *(each for one in moved for each in _drawn(one, whole))
+    )
+
+
+def svg(title: str, width: int, height: int, *elements: str) -> str:
+    """Return a whole picture with its title."""
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
             'font-size="12">',
             f'<rect width="{width}" height="{height}" fill="white"/>',
             f'<text x="16" y="24" font-size="14">{escape(title)}</text>',
-            *_frame(problem.world, rounds),
-            *(line for arrow in moved for line in _drawn(arrow, whole)),
+            *elements,
             "</svg>\n",
         ]
     )

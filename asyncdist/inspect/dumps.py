@@ -109,10 +109,10 @@ def _tasks(groups: Iterable[GroupFacts]) -> dict[str, list[str]]:
             for task in list(asyncio.all_tasks(loop))[:TASKS_KEPT]:
                 lines: list[str] = []
                 waiting = cast(Any, task.get_coro())
-                while (frame := getattr(waiting, "cr_frame", None)) is not None and len(lines) < LINES_KEPT:
-                    lines.insert(0, _line(frame))
+                while (frame := getattr(waiting, "cr_frame", None)) is not None:
+                    lines.append(_line(frame))
                     waiting = waiting.cr_await
-                found[task.get_name()] = lines
+                found[f"{task.get_name()} ({id(task):x})"] = lines[::-1][:LINES_KEPT]
     return found
 
 
@@ -229,7 +229,7 @@ def dump_failure(rank: int, reason: str, environ: Mapping[str, str] = os.environ
         path = first if not number else first.with_suffix(f".{number}.json")
         try:
             write(path, document(rank, reason))
-        except (OSError, ValueError) as error:
+        except Exception as error:
             warn("rank %d: cannot write what it did into %s: %s", rank, path, error)
 
 
@@ -253,9 +253,10 @@ class _OnSigterm:
         self._before = before
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        ranks = {world.rank for world in RECORDER.worlds} or {int(os.environ.get("RANK") or 0)}
-        for rank in sorted(ranks):
-            dump_failure(rank, "SIGTERM")
+        own = os.environ.get("RANK", "")
+        ranks = {world.rank for world in RECORDER.worlds} or {int(own) if own.isdecimal() else 0}
+        for member in sorted(ranks):
+            dump_failure(member, "SIGTERM")
         if callable(self._before):
             self._before(number, frame)
         else:

@@ -134,8 +134,10 @@ class Recorder:
         if is_world:
             self.worlds.append(facts)
             self._resize()
-            wanted = os.environ.get("ASYNCDIST_CALL_SITES", "").strip() or os.environ.get("ASYNCDIST_DUMP_DIR", "0")
-            self.sites |= wanted != "0"
+            wanted = (
+                os.environ.get("ASYNCDIST_CALL_SITES", "").strip() or os.environ.get("ASYNCDIST_DUMP_DIR", "").strip()
+            )
+            self.sites |= wanted not in ("", "0")
         self.event(facts, f"group of {len(ranks)} made")
         return facts
 

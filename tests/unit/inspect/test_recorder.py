@@ -95,7 +95,7 @@ def test_a_dump_says_where_threads_and_tasks_are() -> None:
         return found
 
     found = run_world(2, main)[0]
-    innermost = found["tasks"]["waits on rank 0"][0]
+    (innermost,) = [lines[0] for name, lines in found["tasks"].items() if name.startswith("waits on rank 0 ")]
     assert innermost == f"{__file__}:{waits.__code__.co_firstlineno + 1} {waits.__qualname__}"
     (here,) = [lines for name, lines in found["threads"].items() if name.startswith("MainThread")]
     assert any(line.endswith(main.__qualname__) for line in here)
