@@ -37,7 +37,14 @@ import msgpack
 from asyncdist.concurrency import trace as events
 from asyncdist.concurrency.deadline import Deadline
 from asyncdist.concurrency.tasks import telling, uninterrupted
-from asyncdist.errors import ConnectTimeoutError, DistError, DistStoreError, RemoteProtocolError, StoreTimeoutError
+from asyncdist.errors import (
+    ConnectTimeoutError,
+    DistError,
+    DistStoreError,
+    LeaseLostError,
+    RemoteProtocolError,
+    StoreTimeoutError,
+)
 from asyncdist.plan.selection.tuning import DEFAULT_TUNING
 from asyncdist.store import PrefixStore, Store
 from asyncdist.transport.addresses import PeerAddress
@@ -170,18 +177,23 @@ class Rendezvous:
     async def _join(
         self, host: str, loopback: bool, options: dict[str, Any], listen: Listen, deadline: Deadline, allow_pickle: bool
     ) -> Met:
-        self._store.set_timeout(deadline.remaining_s(_now()))
         while True:
-            terms = unpacked(await self._attempts.enter(lambda: self._terms(host, loopback)))
-            if self._attempts.before:
-                events.warn("%s waits in a new attempt%s", self._who, self._before())
-            await self._compare(terms, host, loopback)
-            world_id: bytes = terms["world_id"]
-            address = await self._listen(listen, world_id)
-            with self._asked_for_the_end(deadline) as ready:
-                if await self._present(options, address, allow_pickle) == self.world_size:
-                    await self._conclude(world_id, allow_pickle)
-                end = await self._hear_the_end(ready, deadline)
+            self._store.set_timeout(deadline.remaining_s(_now()))
+            try:
+                terms = unpacked(await self._attempts.enter(lambda: self._terms(host, loopback)))
+                if self._attempts.before:
+                    events.warn("%s waits in a new attempt%s", self._who, self._before())
+                await self._compare(terms, host, loopback)
+                world_id: bytes = terms["world_id"]
+                address = await self._listen(listen, world_id)
+                with self._asked_for_the_end(deadline) as ready:
+                    if await self._present(options, address, allow_pickle) == self.world_size:
+                        await self._conclude(world_id, allow_pickle)
+                    end = await self._hear_the_end(ready, deadline)
+            except LeaseLostError as error:  # the store may come back as another one: news of that end this attempt
+                end = {"again": f"{self._who} lost its connection to the store: {error}"}
+                if self._attempts.number:
+                    end = await self._attempts.decide(end)
             if "world_id" in end:
                 break
             if "failure" in end:
