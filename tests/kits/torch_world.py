@@ -1,7 +1,7 @@
 """The ranks of a torch job: a process that has imported torch forks them, and each runs the cases it is told to.
 
-As a program it is that process. A line of its input is a name of `torch_cases` and arguments, as JSON: all ranks run
-that case. A line of output has what each rank said of it, nothing where all went well.
+As a program it is that process. A line of its input is a name of `torch_cases` or `torch_training` and arguments, as
+JSON: all ranks run that case. A line of output has what each rank said of it, nothing where all went well.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ def be_rank(rank: int, size: int, directory: str, cases: int, answers: int) -> N
 
     import torch.distributed as dist
     import torch_cases
+    import torch_training
 
     dist.init_process_group(
         "asyncdist",
@@ -82,7 +83,8 @@ def be_rank(rank: int, size: int, directory: str, cases: int, answers: int) -> N
         for line in told:
             name, *arguments = json.loads(line)
             try:
-                getattr(torch_cases, name)(rank, size, *arguments)
+                case = getattr(torch_cases, name, None) or getattr(torch_training, name)
+                case(rank, size, *arguments)
             except BaseException:
                 said = traceback.format_exc()
             else:
@@ -97,7 +99,7 @@ def be_rank(rank: int, size: int, directory: str, cases: int, answers: int) -> N
 def main(size: int) -> None:
     """Fork the ranks, and pass on cases and answers."""
     import torch
-    import torch_cases  # noqa: F401 - once for all ranks
+    import torch_training  # noqa: F401 - once for all ranks, with torch_cases
 
     torch.set_num_threads(1)
     ranks: list[tuple[TextIO, TextIO]] = []
