@@ -186,10 +186,6 @@ class GroupBackend(ABC):
         """The group is closed: give back what outlives operations. Idempotent."""
         return
 
-    def look_up_again(self) -> None:
-        """An operation has failed as it was not known where a peer listens: the next one is to ask anew."""
-        return
-
     def closing(self) -> None:
         """The group is being closed and waits for operations under way: none may wait for its consumer any longer."""
         return

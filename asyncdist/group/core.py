@@ -261,7 +261,6 @@ class GroupCore:
         del self._works[work.key]
         self._fail(work, explain(work.where, error))
         if isinstance(error, DistStoreError):  # where a rank listens is not known, which is no reason to end the group
-            self._backends.host.look_up_again()
             self._rejected.tell(*work.key, error)
         elif isinstance(error, CollectiveMismatchError):
             self._abort_by_mismatch(error)

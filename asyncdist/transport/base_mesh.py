@@ -66,6 +66,8 @@ class BaseMesh:
         self.absences: Callable[[], AsyncGenerator[int]] | None = None
         """Yields ranks that seem to be gone: first those that are, then each as it goes. Raises DistError once that is
         unknown, NotImplementedError where it is never known. To be set before there are connections."""
+        self.lookups_failed = 0
+        """How often it was not known where a rank listens: whoever keeps a core of it asks for another then."""
         self._owner = owner
         self._any_source = AnySourceTable()
         self._dropped = DroppedGroups()

@@ -263,6 +263,7 @@ class Mesh(BaseMesh):
         """
         del self._links[link.rank]
         self.cores[link.rank] = None
+        self.lookups_failed += 1
         error = DistStoreError(
             f"rank {self.rank} does not know where rank {link.rank} listens, and the store does not say: {problem}"
         )

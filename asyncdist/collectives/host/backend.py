@@ -110,7 +110,7 @@ class HostBackend(GroupBackend):
                 return
             place = found
         recipe = self._recipes.get((call.recipe_key, place.memory))
-        if recipe is None or not recipe.met:
+        if recipe is None or recipe.met != self._mesh.lookups_failed:
             recipe = self.recipe_for(call, place.memory)
         lane = place.lane
         inline = recipe.inline
@@ -155,7 +155,7 @@ class HostBackend(GroupBackend):
         recipe = self._recipes.get((call.recipe_key, memory))
         if recipe is None:
             recipe = self._cook(call, memory)
-        if not recipe.met:
+        if recipe.met != self._mesh.lookups_failed:
             self._meet(recipe)
         return recipe
 
@@ -211,12 +211,6 @@ class HostBackend(GroupBackend):
         """See GroupBackend."""
         if self._lanes is not None:
             self._lanes.settle()
-
-    def look_up_again(self) -> None:
-        """See GroupBackend."""
-        for rank, core in enumerate(self.peers):
-            if core is not None and isinstance(core.error, DistStoreError):
-                self.peers[rank] = self._mesh.peer(self.ranks[rank])
 
     def closing(self) -> None:
         """Have streams go on without their consumers."""
@@ -275,13 +269,17 @@ class HostBackend(GroupBackend):
         return recipe
 
     def _meet(self, recipe: Recipe) -> None:
-        """Ask for connections to all peers together, so that their addresses are looked up in one request."""
-        recipe.met = True
+        """Ask for connections to all peers together, so that their addresses are looked up in one request.
+
+        A peer is asked for anew if it was not known where it listens.
+        """
+        recipe.met = self._mesh.lookups_failed
         if recipe.inline is not None and recipe.inline.pieces is None:
             return
         if recipe.shared and not recipe.program.whole:
             return
-        unknown = [rank for rank in recipe.program.peer_ranks if self.peers[rank] is None]
+        cores = [(rank, self.peers[rank]) for rank in recipe.program.peer_ranks]
+        unknown = [rank for rank, core in cores if core is None or isinstance(core.error, DistStoreError)]
         if unknown:
             self._mesh.connect([self.ranks[rank] for rank in unknown])
             for rank in unknown:

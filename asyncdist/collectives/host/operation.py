@@ -39,8 +39,8 @@ class Recipe:
         """How it goes inline through a lane, if it does."""
         self.fingerprint = fingerprint
         self.kernel = kernel
-        self.met = False
-        """Whether connections to all peers of the plan were asked for."""
+        self.met = -1
+        """`lookups_failed` of the mesh when connections to all peers of the plan were asked for; -1 before."""
         self.spares: list[FlatBuffer] = []
         """Scratch of calls that have ended."""
 
