@@ -13,16 +13,15 @@ import os
 import secrets
 import shutil
 import socket
-import struct
 import sys
 import tempfile
 from collections.abc import Sequence
 from typing import Final
 
+from asyncdist_server.serving.sockets import peer_credentials
+
 _BACKLOG: Final = 4096
 """As many ranks as a node may have: all connect at one moment, and one that is refused hears of no loss."""
-
-_CREDENTIALS: Final = struct.Struct("3i")
 
 
 class Losses:
@@ -68,7 +67,7 @@ class Losses:
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # it has gone again
             rank, _ = self._listener.accept()
-            if not _is_ours(rank):
+            if peer_credentials(rank)[1] != os.geteuid():  # an abstract name has no owner
                 return rank.close()
             rank.setblocking(False)
             self._ranks.append(rank)
@@ -79,11 +78,3 @@ class Losses:
 def _send(rank: socket.socket, line: bytes) -> None:
     with contextlib.suppress(OSError):  # it has ended, or reads nothing: a few lines always fit
         rank.send(line)
-
-
-def _is_ours(sock: socket.socket) -> bool:
-    """Whether a process of our own user has connected: an abstract name has no owner."""
-    if sys.platform != "linux":
-        return True
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return bool(_CREDENTIALS.unpack(credentials)[1] == os.geteuid())

@@ -19,7 +19,9 @@ MAX_PATH_BYTES: Final = 107
 MAX_SWEPT: Final = 64
 """Sockets of ranks that were killed which one that starts removes, at most: two system calls each."""
 
-_PREFIX: Final = "asyncdist-"
+PEERS: Final = "asyncdist-"
+"""How the names of all sockets here begin."""
+_NAME_CHARACTERS: Final = len(PEERS) + 32
 _UNBORN: Final = ".new"
 """Ending of a socket that does not listen yet: one that refuses connections is then surely dead."""
 
@@ -46,9 +48,9 @@ def directory_id(directory: str) -> str:
     return f"{found.st_dev}:{found.st_ino}"
 
 
-def new_path(directory: str) -> bytes:
-    """Where to bind a socket; `publish` follows once it listens."""
-    return os.fsencode(os.path.join(directory, _name() + _UNBORN))
+def new_path(directory: str, prefix: str = PEERS) -> bytes:
+    """Where to bind a socket whose name begins so; `publish` follows once it listens."""
+    return os.fsencode(os.path.join(directory, _name(prefix) + _UNBORN))
 
 
 def publish(path: bytes) -> bytes:
@@ -61,7 +63,7 @@ def publish(path: bytes) -> bytes:
 def path_of(directory: str, name: bytes) -> bytes | None:
     """Where we find what a peer calls `name`; None for what is no such socket: a peer's word opens nothing else."""
     last = os.fsdecode(name).rpartition("/")[2]
-    if not name.startswith(b"/") or not last.startswith(_PREFIX) or last.endswith(_UNBORN) or "\0" in last:
+    if not name.startswith(b"/") or not last.startswith(PEERS) or last.endswith(_UNBORN) or "\0" in last:
         return None
     path = os.fsencode(os.path.join(directory, last))
     return path if len(path) <= MAX_PATH_BYTES else None
@@ -72,7 +74,7 @@ def sweep(directory: str) -> int:
     swept = 0
     with contextlib.suppress(OSError):
         for name in os.listdir(directory):
-            if swept < MAX_SWEPT and name.startswith(_PREFIX) and not name.endswith(_UNBORN):
+            if swept < MAX_SWEPT and name.startswith(PEERS) and not name.endswith(_UNBORN):
                 swept += _remove_if_dead(os.path.join(directory, name))
     return swept
 
@@ -90,5 +92,5 @@ def _remove_if_dead(path: str) -> bool:
     return False
 
 
-def _name() -> str:
-    return _PREFIX + secrets.token_hex(16)
+def _name(prefix: str = PEERS) -> str:
+    return (prefix + secrets.token_hex(16))[:_NAME_CHARACTERS]

@@ -6,15 +6,8 @@ Peers that connect before `accept` is called wait in the kernel's queue.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
-import os
-import random
-import secrets
-import shutil
 import socket
-import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -24,11 +17,9 @@ from asyncdist.transport.addresses import Endpoint, endpoint_text, unix_text
 from asyncdist.transport.connections.connection import set_stream_options
 from asyncdist.transport.connections.handshake import Handshake
 from asyncdist.transport.context import MeshContext
+from asyncdist.transport.listening import listen_tcp, listen_unix
 from asyncdist.transport.protocol.hello import ListenerHello
-from asyncdist.transport.socket_dir import new_path, publish, sweep
 
-BACKLOG: Final = 4096
-"""Ranks of a large world may all dial one of them in the same instant; the kernel cuts this to its own limit."""
 ACCEPT_BATCH: Final = 64
 """Connections accepted in one callback, so that a burst does not hold the loop."""
 EXHAUSTED_PAUSE_S: Final = 0.1
@@ -44,9 +35,8 @@ class Listener:
         self._on_peer = on_peer
         self._sockets: list[socket.socket] = []
         self._half_open: set[Handshake[ListenerHello]] = set()
-        self._directory: str | None = None
-        self._path = b""
         self._unix = b""
+        self._remove_unix: Callable[[], None] = lambda: None
         self._paused = True  # until `accept`
         self._resume: asyncio.TimerHandle | None = None
         self.refused = 0
@@ -56,51 +46,15 @@ class Listener:
         return tuple((ip, self._open_port(ip)) for ip in ips)
 
     def _open_port(self, ip: str) -> int:
-        """Listen on a free port of the configured ones, tried from a random one on: ranks of a host start at once."""
-        ports: Sequence[int] = self._context.config.ports or (0,)
-        first = random.randrange(len(ports))
-        family = socket.AF_INET6 if ":" in ip else socket.AF_INET
-        for port in (*ports[first:], *ports[:first]):
-            sock = self._context.sockets.add(socket.socket(family, socket.SOCK_STREAM))
-            self._sockets.append(sock)
-            if port:  # one that a rank used a minute ago is free
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            try:
-                self._listen(sock, (ip, port))
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE or not port:
-                    raise
-                self._context.sockets.close(self._sockets.pop())
-            else:
-                return int(sock.getsockname()[1])
-        where = f"ASYNCDIST_PORT_RANGE={ports[0]}-{ports[-1]}"
-        raise OSError(errno.EADDRINUSE, f"cannot listen on {ip}: every port of {where} is in use")
+        sock = self._context.sockets.add(listen_tcp(ip, self._context.config.ports))
+        self._sockets.append(sock)
+        return int(sock.getsockname()[1])
 
     def open_unix(self) -> bytes:
-        """Listen on a Unix socket nobody can guess; returns its name. Raises OSError: then `close` is due.
-
-        In ASYNCDIST_SOCKET_DIR, if that is set; else abstract on Linux, so that nothing is left behind after kill -9;
-        else in a directory of mode 0700.
-        """
-        sock = self._context.sockets.add(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        self._sockets.append(sock)
-        directory = self._context.config.socket_dir
-        if directory:
-            sweep(directory)
-            self._path = new_path(directory)
-            self._listen(sock, self._path)
-            self._path = self._unix = publish(self._path)
-            return self._path
-        if sys.platform == "linux":
-            name = b"\0asyncdist-" + secrets.token_hex(16).encode()
-        else:
-            self._directory = tempfile.mkdtemp(prefix="asyncdist-")
-            name = os.fsencode(os.path.join(self._directory, "peer"))
-        self._listen(sock, name)
-        self._unix = name
-        return name
+        """Listen on a Unix socket nobody can guess; returns its name. Raises OSError: then `close` is due."""
+        sock, self._unix, self._remove_unix = listen_unix(self._context.config.socket_dir)
+        self._sockets.append(self._context.sockets.add(sock))
+        return self._unix
 
     def accept(self) -> None:
         """Take connections from now on."""
@@ -119,22 +73,7 @@ class Listener:
         for handshake in self._half_open:
             handshake.close()
         self._half_open.clear()
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
-            self._directory = None
-        if self._path:
-            with contextlib.suppress(OSError):
-                os.unlink(self._path)
-            self._path = b""
-
-    def _listen(self, sock: socket.socket, address: tuple[str, int] | bytes) -> None:
-        try:
-            sock.setblocking(False)
-            sock.bind(address)
-            sock.listen(BACKLOG)
-        except OSError as error:
-            where = unix_text(address) if isinstance(address, bytes) else address[0]
-            raise OSError(error.errno, f"cannot listen on {where}: {error.strerror}") from None
+        self._remove_unix()
 
     def _acceptable(self, listening: socket.socket) -> None:
         for _ in range(ACCEPT_BATCH):

@@ -6,6 +6,7 @@ import contextlib
 import ipaddress
 import os
 import socket
+import struct
 import sys
 import weakref
 from typing import TYPE_CHECKING, Any, Final
@@ -65,6 +66,21 @@ def is_loopback(ip: str) -> bool:
     address = ipaddress.ip_address(ip.partition("%")[0])
     mapped = getattr(address, "ipv4_mapped", None)
     return bool((mapped or address).is_loopback)
+
+
+_CREDENTIALS: Final = struct.Struct("3i")
+"""Process, user and group."""
+
+
+def peer_credentials(sock: socket.socket) -> tuple[int, int]:
+    """Return process and user of the other end of a Unix socket, 0 for a process that this one cannot see.
+
+    Where the system does not say, this user's: a directory of mode 0700 keeps others out there.
+    """
+    if sys.platform != "linux":
+        return 0, os.geteuid()
+    pid, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, user
 
 
 SPARE_DESCRIPTORS: Final = 128

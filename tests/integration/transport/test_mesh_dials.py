@@ -19,6 +19,7 @@ from asyncdist.errors import ConnectTimeoutError, DistStoreError, PeerLostError
 from asyncdist.transport.addresses import PeerAddress
 from asyncdist.transport.config import TransportConfig
 from asyncdist.transport.connections import dialer
+from asyncdist.transport.listening import listen_tcp
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "unix", "tcp"])
 
@@ -89,10 +90,7 @@ async def test_listener_that_appears_late_is_found() -> None:
         one.send(1, b"late")
         await eventually(lambda: made.resolved)
         await eventually(lambda: one.mesh._links[1]._dialer and one.mesh._links[1]._dialer.failures > 1)
-        listening = two.mesh._context.sockets.add(socket.socket())
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        two.mesh._listener._sockets.append(listening)
-        two.mesh._listener._listen(listening, ("127.0.0.1", port))
+        two.mesh._listener._sockets.append(two.mesh._context.sockets.add(listen_tcp("127.0.0.1", [port])))
         two.mesh.accept()
         assert await received(two.receive(None, ranks=[0])) == b"late"
     await asyncio.gather(one.mesh.close(5), two.mesh.close(5))
