@@ -36,6 +36,7 @@ from asyncdist.transport.config import TransportConfig
 from asyncdist.transport.mesh import Mesh, Resolve
 from asyncdist.transport.shared_memory.segment import segments_available
 from asyncdist.world.init_method import InitMethod, StoreSource, ask_handler, open_store, parse_init_method
+from asyncdist.world.inspection import Inspection
 from asyncdist.world.rendezvous import Rendezvous
 from asyncdist.world.tuning_file import agreed_tuning, own_tuning
 from asyncdist.world.world import World
@@ -281,6 +282,10 @@ async def _join(
         options["tuning"] = own.to_terms()
         options["lanes"] = config.shares_memory and getattr(make_mesh, "shares_memory", False) and segments_available()
     host = host_id(config.socket_dir)
+    below = _underlying(source.store)
+    token = load_token(environ) or (below.dialer.token if isinstance(below, TCPStore) else None)
+    inspection = Inspection.open(name, method.rank, method.world_size, token, reachable, config, environ)
+    rendezvous.door = [] if inspection is None else inspection.door
     worlds: list[World] = []
 
     async def listen(world_id: bytes) -> PeerAddress:
@@ -288,8 +293,6 @@ async def _join(
         for world in worlds:
             world.mesh.abort()
         world = World(loop, method.rank, method.world_size, source, rendezvous, world_id)
-        below = _underlying(source.store)
-        token = load_token(environ) or (below.dialer.token if isinstance(below, TCPStore) else None)
         secret = derive_key(token, "peer", world_id)
         mesh = make_mesh(method.rank, method.world_size, world_id, secret, rendezvous.addresses, world, config)
         world.host, world.mesh, worlds[:] = host, mesh, [world]
@@ -311,9 +314,12 @@ async def _join(
             await uninterrupted(rendezvous.resign())
             raise
     except BaseException:
+        if inspection is not None:
+            inspection.close()
         for world in worlds:
             world.mesh.abort()
         raise
+    world.inspection = inspection
     world.mesh.crowded = world.tuning.crowded
     world.mesh.accept()
     world.pass_on_addresses()

@@ -16,10 +16,13 @@ _COMMANDS: Final = {
     "explain": ("asyncdist.cli.explain_command", "explain_command"),
     "flight-record": ("asyncdist.cli.flight_record_command", "flight_record_command"),
     "manifest": ("asyncdist.cli.manifest_command", "manifest_group"),
+    "ps": ("asyncdist.cli.job_commands", "ps_command"),
     "run": ("asyncdist.cli.run_command", "run_command"),
     "simulate": ("asyncdist.cli.simulate_command", "simulate_command"),
+    "stacks": ("asyncdist.cli.job_commands", "stacks_command"),
     "store": ("asyncdist.cli.store_commands", "store_group"),
     "token": ("asyncdist.cli", "token_command"),
+    "top": ("asyncdist.cli.job_commands", "top_command"),
     "tune": ("asyncdist.cli.tune_command", "tune_command"),
 }
 

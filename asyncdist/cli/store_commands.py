@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
-import os
 import sys
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import click
 
 from asyncdist.cli import SuggestingGroup
-from asyncdist.errors import DistError
-from asyncdist.launch.config import Endpoint, parse_endpoint
-from asyncdist.store import Store, TCPStore, TLSConfig, WaitingClient
+from asyncdist.cli.store_target import Target, store_options
+from asyncdist.store import Store, TCPStore, WaitingClient
 from asyncdist.store.base import decoded_key, encoded_key
-from asyncdist.store.credentials import load_tls
 from asyncdist.store.tcp_store import StoreObserver
-from asyncdist_server.wire.auth import load_token, read_token_file
 from asyncdist_server.wire.key_text import escaped, unescaped
 
 __all__ = ["store_group"]
@@ -34,40 +26,6 @@ SHOWN_VALUE_BYTES: Final = 60
 """What a line of `watch` shows of a value."""
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """The store that the commands talk to, as it was given: what is missing is asked for when it is needed."""
-
-    where: str | None
-    namespace: str
-    token_file: Path | None
-    tls_options: dict[str, str]
-    timeout_s: float
-
-    def _find(self) -> tuple[Endpoint, str | None, TLSConfig | None]:
-        try:
-            endpoint = parse_endpoint(self.where or _from_environment())
-            token = read_token_file(self.token_file) if self.token_file else load_token(os.environ)
-            return endpoint, token, load_tls({**os.environ, **self.tls_options})
-        except (ValueError, OSError) as error:
-            raise click.UsageError(str(error)) from error
-
-    def run(self, work: Callable[[TCPStore], Awaitable[T]], kind: type[TCPStore] = TCPStore) -> T:
-        """Connect, do `work` and close; failures end the command with their message."""
-        endpoint, token, tls = self._find()
-
-        async def main() -> T:
-            async with kind(
-                endpoint.host, endpoint.port, token=token, tls=tls, namespace=self.namespace, timeout=self.timeout_s
-            ) as store:
-                return await work(store)
-
-        try:
-            return asyncio.run(main())
-        except (DistError, ValueError) as error:
-            raise click.ClickException(str(error)) from error
 
 
 class _StoreGroup(SuggestingGroup):
@@ -106,46 +64,14 @@ def _printable(text: str) -> str:
 
 
 @click.group("store", cls=_StoreGroup)
-@click.option(
-    "--store", "where", metavar="HOST:PORT", help="The daemon; else ASYNCDIST_STORE, else MASTER_ADDR:MASTER_PORT."
-)
-@click.option("--namespace", default="", help="The job whose keys are meant; else ASYNCDIST_JOB_ID.")
-@click.option(
-    "--token-file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="File with the daemon's token; else ASYNCDIST_TOKEN, else the file ASYNCDIST_TOKEN_FILE.",
-)
-@click.option(
-    "--tls-ca",
-    help="TLS: file with the CA certificates that daemons are signed with, or `system`; else ASYNCDIST_TLS_CA.",
-)
-@click.option("--tls-cert", help="TLS: certificate of this client; else ASYNCDIST_TLS_CERT.")
-@click.option("--tls-key", help="TLS: its key; else ASYNCDIST_TLS_KEY.")
-@click.option("--tls-server-name", help="TLS: name in the daemon's certificate; else ASYNCDIST_TLS_SERVER_NAME.")
-@click.option(
-    "--timeout",
-    type=click.FloatRange(min=0),
-    default=DEFAULT_TIMEOUT_S,
-    show_default=True,
-    help="Seconds that a command may take, connecting included.",
-)
-@click.pass_context
-def store_group(
-    context: click.Context,
-    /,
-    where: str | None,
-    namespace: str,
-    token_file: Path | None,
-    timeout: float,
-    **tls_options: str | None,
-) -> None:
+@store_options
+def store_group(target: Target) -> None:
     r"""Look into a running store: its keys, and who waits for what.
 
     A key may be any bytes. All commands read and print keys in one form: \xHH is a byte that is no visible text, \\ is
     a backslash, and all else is UTF-8 and stands for itself.
     """
-    given = {f"ASYNCDIST_{name.upper()}": text for name, text in tls_options.items() if text}
-    context.obj = Target(where, namespace or os.environ.get("ASYNCDIST_JOB_ID", ""), token_file, given, timeout)
+    click.get_current_context().obj = target
 
 
 @store_group.command("get")
@@ -292,13 +218,3 @@ def _readable(name: str, value: Any) -> str:
     if name.endswith("_bytes"):
         return f"{value / 2**20:,.1f} MiB"
     return str(timedelta(seconds=round(value))) if name.endswith("_s") else str(value)
-
-
-def _from_environment() -> str:
-    environment = os.environ
-    if environment.get("ASYNCDIST_STORE"):
-        return environment["ASYNCDIST_STORE"]
-    if environment.get("MASTER_ADDR") and environment.get("MASTER_PORT"):
-        host = environment["MASTER_ADDR"].strip("[]")
-        return f"{f'[{host}]' if ':' in host else host}:{environment['MASTER_PORT']}"
-    raise ValueError("which store? give --store HOST:PORT, or set ASYNCDIST_STORE, or MASTER_ADDR and MASTER_PORT")

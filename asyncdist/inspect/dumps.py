@@ -61,10 +61,15 @@ TASKS_KEPT: Final = 1000
 _written: dict[Path, int] = {}
 
 
-def document(rank: int, reason: str) -> dict[str, Any]:
-    """What this process knows of global rank `rank`, as JSON has it."""
+def document(rank: int, reason: str, *, under_way: bool = False) -> dict[str, Any]:
+    """What this process knows of global rank `rank`, as JSON has it.
+
+    With `under_way` only what is, and what ended last: then tasks are left out, too.
+    """
     wall_s = time.time() - time.monotonic()
     entries = [entry for entry in _copy() if entry[GROUP] is None or entry[GROUP].rank == rank]
+    if under_way:
+        entries = _newest(entries)
     groups = {id(entry[GROUP]): entry[GROUP] for entry in entries if entry[GROUP] is not None}
     groups |= {id(world): world for world in RECORDER.worlds if world.rank == rank}
     return {
@@ -82,7 +87,7 @@ def document(rank: int, reason: str) -> dict[str, Any]:
         ],
         "entries": [_described(entry, wall_s) for entry in entries],
         "threads": _threads(),
-        "tasks": _tasks(group for group in groups.values()),
+        "tasks": {} if under_way else _tasks(group for group in groups.values()),
     }
 
 
@@ -124,6 +129,17 @@ def _copy() -> list[Entry]:
     while True:
         with contextlib.suppress(RuntimeError):  # another thread has recorded something meanwhile
             return list(RECORDER.entries)
+
+
+def _newest(entries: list[Entry]) -> list[Entry]:
+    """Those under way, and of each group and tag the collective or message that was issued last of those that ended."""
+    last = {(id(entry[GROUP]), _tag(entry)): entry for entry in entries if entry[ENDED] is not None}
+    kept = {id(entry) for entry in last.values()}
+    return [entry for entry in entries if entry[ENDED] is None or id(entry) in kept]
+
+
+def _tag(entry: Entry) -> Any:
+    return entry[PLACE][0] if isinstance(entry[PLACE], tuple) else entry[PLACE]
 
 
 def _described(entry: Entry, wall_s: float) -> dict[str, Any]:

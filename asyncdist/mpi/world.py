@@ -17,12 +17,13 @@ from asyncdist.mpi.library import leave_behind, load
 from asyncdist.mpi.mesh import MpiMesh
 from asyncdist.plan.selection.selector import parse_overrides
 from asyncdist.store import HashStore
-from asyncdist.transport.addresses import host_id
+from asyncdist.transport.addresses import LocalAddress, host_id
 from asyncdist.transport.config import TransportConfig
 from asyncdist.transport.context import Absence
 from asyncdist.transport.mesh import Resolve
 from asyncdist.world.address_book import AddressBook
 from asyncdist.world.init_method import InitMethod, StoreSource
+from asyncdist.world.inspection import Inspection
 from asyncdist.world.rendezvous import WORLD_ID_BYTES, Met
 from asyncdist.world.tuning_file import agreed_tuning, own_tuning
 from asyncdist.world.world import World
@@ -113,6 +114,7 @@ async def join_by_mpi(
     meeting = MpiMeeting(size)
     world = World(loop, rank, size, StoreSource(HashStore(), owned=True), meeting, first[1])
     world.host = host_id(config.socket_dir)
+    world.inspection = Inspection.open(name, rank, size, None, LocalAddress(("127.0.0.1",)), config, environ)
     world.mesh = MpiMesh(mpi, rank, size, world, config.spin_us, (comm, data))
     options = {"check": first[3], "tuning": first[4]}
     world.formed(Met(first[1], 0, options, all(one[2] for one in said)))

@@ -92,7 +92,7 @@ class SimulatedWorld:
             timeout_s,
             Deadline.after(timeout_s, asyncio.get_running_loop().time()),
             allow_pickle=allow_pickle,
-            environ={},
+            environ={"ASYNCDIST_INSPECT": "off"},
             make_mesh=make_mesh,
             tuning=DEFAULT_TUNING,
         )

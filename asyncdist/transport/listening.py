@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import random
 import secrets
@@ -54,29 +55,31 @@ def listen_unix(directory: str, prefix: str = PEERS) -> tuple[socket.socket, byt
     directory of mode 0700. The name begins with `prefix`.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(sock.close)
         if directory:
             sweep(directory)
             path = new_path(directory, prefix)
             _listen(sock, path)
             name = publish(path)
-            return sock, name, lambda: _unlink(name)
-        if sys.platform == "linux":
+            remove = functools.partial(_unlink, name)
+        elif sys.platform == "linux":
             name = b"\0" + prefix.encode() + secrets.token_hex(16).encode()
             _listen(sock, name)
-            return sock, name, lambda: None
-        folder = tempfile.mkdtemp(prefix=prefix)
-        name = os.fsencode(os.path.join(folder, "peer"))
-        _listen(sock, name)
-        return sock, name, lambda: shutil.rmtree(folder, ignore_errors=True)
-    except BaseException:
-        sock.close()
-        raise
+            remove = functools.partial(_unlink, b"")
+        else:
+            folder = tempfile.mkdtemp(prefix=prefix)
+            name = os.fsencode(os.path.join(folder, "peer"))
+            remove = functools.partial(shutil.rmtree, folder, ignore_errors=True)
+            _listen(sock, name)
+        undo.pop_all()
+    return sock, name, remove
 
 
 def _unlink(path: bytes) -> None:
-    with contextlib.suppress(OSError):
-        os.unlink(path)
+    if path:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
 
 
 def _listen(sock: socket.socket, address: tuple[str, int] | bytes) -> None:

@@ -5,7 +5,7 @@ Keys, under `world/<group name>/`, beside those of `attempts`:
 | key | set by | meaning |
 | --- | --- | --- |
 | `<attempt>/terms` | the first to come | the world's id, and size, host and pid all others are compared with |
-| `<attempt>/info/<rank>` | every rank | who it is and where it listens; rank 0's also carries options for all |
+| `<attempt>/info/<rank>` | every rank | who it is, where it listens and is asked; rank 0's has options for all |
 | `<attempt>/joined` | every rank | counter; who makes it reach the world size decides |
 | `<attempt>/picklers` | ranks that allow pickle, before they have joined | counter |
 | `<attempt>/ready` | one rank | the decision: that the world has formed, and where all listen, or why it has not |
@@ -91,6 +91,8 @@ class Rendezvous:
         self._store = PrefixStore(f"world/{group_name or 'default'}", store)
         self.rank = rank
         self.world_size = world_size
+        self.door: list[Any] = []
+        """Where whoever asks what this rank does finds it, see `inspection`; empty for nowhere."""
         self.on_hosted: Callable[[], None] | None = None
         """Called, while others are waited for, once it is known that the store ends with rank 0."""
         self.connections = 1, 1
@@ -217,6 +219,8 @@ class Rendezvous:
     async def _present(self, options: dict[str, Any], address: PeerAddress, allow_pickle: bool) -> int:
         """Say who this rank is and where it listens, and what it allows; returns how many ranks have joined then."""
         info: dict[str, Any] = {"who": self._who, "token": self._attempts.token, "address": address.to_bytes()}
+        if self.door:
+            info["door"] = self.door
         if not self.rank:
             info["options"] = options
         key, packed = self._key(f"info/{self.rank}"), msgpack.packb(info)

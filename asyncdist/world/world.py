@@ -35,6 +35,7 @@ from asyncdist.world.control import (
 )
 from asyncdist.world.host_losses import hear_losses
 from asyncdist.world.init_method import StoreSource
+from asyncdist.world.inspection import Inspection
 from asyncdist.world.rendezvous import Met
 
 __all__ = [
@@ -162,6 +163,8 @@ class World:
         """Whether rank 0 takes the store with it when it ends."""
         self.host = ""
         """What the ranks of this host, and no others, have in common."""
+        self.inspection: Inspection | None = None
+        """Where this process answers whoever asks what it does."""
         self.pool = ScratchPool()
         self.groups: dict[int, GroupListener] = {}
         self.lost: dict[int, PeerLostError] = {}
@@ -207,6 +210,11 @@ class World:
     def _hear_launcher_no_more(self) -> None:
         if self._launcher is not None:
             self._launcher.close()
+
+    def _answer_no_more(self) -> None:
+        inspection, self.inspection = self.inspection, None
+        if inspection is not None:
+            inspection.close()
 
     def pass_on_addresses(self) -> None:
         """Tell the ranks below this one in the tree where all ranks listen, unless the store has told them."""
@@ -392,6 +400,7 @@ class World:
             await self._close_store()
 
     async def _close_store(self) -> None:
+        self._answer_no_more()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DOUBTFUL_STORE_S if self._store_in_doubt else None):
                 await self._source.close()
@@ -414,6 +423,7 @@ class World:
         """The same, but leaving the store open."""
         self.closed = True
         self._hear_launcher_no_more()
+        self._answer_no_more()
         self.mesh.abort()
         await self._leave_words()
         await self._rendezvous.resign()

@@ -1,0 +1,194 @@
+"""Asking processes what their ranks do: all at once, each for a bounded time. `endpoint` answers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from asyncdist.inspect.endpoint import ALL, LENGTH, NAME, PURPOSE, STATE, may_ask, process_state
+from asyncdist_server.serving.sockets import peer_credentials
+from asyncdist_server.wire.auth import MAX_HANDSHAKE_BYTES, AuthenticationError, ClientHandshake
+
+ASK_S: Final = 1.5
+"""How long a process has to answer."""
+ASKED_TOGETHER: Final = 256
+"""Processes asked at a time, so that the usual 1,024 descriptors suffice."""
+MAX_ANSWER_BYTES: Final = 64 << 20
+HUNG_UP: Final = "it has ended, or its world has"
+_READ_BYTES: Final = 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """Where a process answers: by Unix socket, on this host; and by TCP."""
+
+    host: str
+    pid: int
+    unix: bytes = b""
+    endpoints: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a process has said; if it said nothing, `state` is why: `gone`, `stopped`, `silent` or `refused`."""
+
+    documents: Sequence[dict[str, Any]] = ()
+    state: str = ""
+    why: str = ""
+
+
+class _Unheard(Exception):
+    """The process does not answer."""
+
+    def __init__(self, state: str, why: str) -> None:
+        super().__init__(why)
+        self.answer = Answer((), state, why)
+
+
+async def ask_all(
+    doors: Iterable[Door], token: str | None, question: bytes = ALL, limit_s: float = ASK_S
+) -> dict[Door, Answer]:
+    """Ask all, in parallel; what does not answer within `limit_s` is silent, or stopped if its host can tell."""
+    together = asyncio.Semaphore(ASKED_TOGETHER)
+
+    async def ask_one(door: Door) -> bytes | Answer:
+        async with together:
+            return await _ask(door, token, question, limit_s)
+
+    doors = list(dict.fromkeys(doors))
+    heard = dict(zip(doors, await asyncio.gather(*map(ask_one, doors)), strict=True))
+    found = {door: answer if isinstance(answer, Answer) else _read(answer) for door, answer in heard.items()}
+    speaking = {door.host: door for door, answer in found.items() if not answer.state}
+    silent = [door for door, answer in found.items() if answer.state == "silent" and door.host in speaking]
+
+    async def ask_neighbor(door: Door) -> None:
+        """Another process of the host sees whether one is stopped."""
+        said = await ask_one_of(speaking[door.host], door.pid)
+        if said in ("T", "t"):
+            found[door] = Answer((), "stopped", "it is stopped (SIGSTOP, or a debugger)")
+
+    async def ask_one_of(neighbor: Door, pid: int) -> Any:
+        said = await _ask(neighbor, token, STATE + b"%d" % pid, limit_s)
+        return None if isinstance(said, Answer) else json.loads(said)
+
+    await asyncio.gather(*map(ask_neighbor, silent))
+    return found
+
+
+def _read(said: bytes) -> Answer:
+    try:
+        documents = json.loads(said)
+        if isinstance(documents, list) and all(isinstance(one, dict) for one in documents):
+            return Answer(documents)
+    except ValueError:
+        pass
+    return Answer((), "silent", "its answer is malformed")
+
+
+async def _ask(door: Door, token: str | None, question: bytes, limit_s: float) -> bytes | Answer:
+    pid = 0
+    try:
+        async with asyncio.timeout(limit_s):
+            with await _connect(door) as sock:
+                own = sock.family == socket.AF_UNIX and may_ask(sock)
+                pid = peer_credentials(sock)[0] if own else 0
+                return await _converse(sock, token, question, own=own)
+    except TimeoutError:
+        if pid and process_state(pid) in ("T", "t"):
+            return Answer((), "stopped", "it is stopped (SIGSTOP, or a debugger)")
+        return Answer((), "silent", f"no answer within {limit_s:g} s")
+    except _Unheard as unheard:
+        return unheard.answer
+    except AuthenticationError as error:
+        return Answer((), "refused", str(error))
+    except ConnectionError:
+        return Answer((), "gone", HUNG_UP)
+    except OSError as error:
+        return Answer((), "silent", error.strerror or str(error))
+
+
+async def _connect(door: Door) -> socket.socket:
+    """Connect by Unix socket, which leads to a process of this host only; else by TCP."""
+    loop = asyncio.get_running_loop()
+    addresses: list[Any] = [door.unix] if door.unix else []
+    refused: OSError | None = None
+    for address in addresses + list(door.endpoints):
+        family = (
+            socket.AF_UNIX if isinstance(address, bytes) else socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        )
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        try:
+            if family == socket.AF_UNIX:
+                sock.connect(address)  # at once, or not at all
+            else:
+                await loop.sock_connect(sock, address)
+            return sock
+        except (ConnectionRefusedError, FileNotFoundError) as error:
+            sock.close()
+            refused = error
+        except BaseException:
+            sock.close()
+            raise
+    if not door.endpoints and door.host != socket.gethostname():
+        raise _Unheard("silent", f"it answers on its own host only: {door.host}")
+    raise _Unheard("gone", "nobody listens where it did") from refused
+
+
+async def _converse(sock: socket.socket, token: str | None, question: bytes, *, own: bool) -> bytes:
+    loop = asyncio.get_running_loop()
+    handshake = ClientHandshake(token, question, PURPOSE, optional=own)
+    await loop.sock_sendall(sock, handshake.start())
+    while not handshake.done:
+        if reply := handshake.receive(await _receive(sock, MAX_HANDSHAKE_BYTES // 2)):
+            await loop.sock_sendall(sock, reply)
+    said = bytearray(handshake.leftover)
+    while len(said) < LENGTH.size or len(said) < LENGTH.size + (wanted := LENGTH.unpack_from(said)[0]):
+        if len(said) >= LENGTH.size and wanted > MAX_ANSWER_BYTES:
+            raise _Unheard("silent", f"its answer of {wanted} bytes is too long")
+        said += await _receive(sock, _READ_BYTES)
+    return bytes(said[LENGTH.size : LENGTH.size + wanted])
+
+
+async def _receive(sock: socket.socket, most: int) -> bytes:
+    data = await asyncio.get_running_loop().sock_recv(sock, most)
+    if not data:
+        raise _Unheard("gone", HUNG_UP)
+    return data
+
+
+def doors_here(directory: str = "") -> list[Door]:
+    """Those of this user's processes on this host, and of `directory` (ASYNCDIST_SOCKET_DIR) if it is given."""
+    names: list[bytes] = []
+    with contextlib.suppress(OSError):
+        listed = Path("/proc/net/unix").read_text(errors="replace")
+        names += [b"\0" + name.encode() for name in sorted(set(re.findall(rf" @({NAME}[0-9a-f-]+)$", listed, re.M)))]
+    if directory:
+        found = [name for name in os.listdir(directory) if re.fullmatch(rf"{NAME}[0-9a-f-]+", name)]
+        names += [os.fsencode(os.path.join(directory, name)) for name in sorted(found)]
+    host = socket.gethostname()
+    return [Door(host, pid, name) for name in names if (pid := _own_listener(name))]
+
+
+def _own_listener(name: bytes) -> int:
+    """The process of this user that listens there, 0 if there is none."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        probe.connect(name)
+        return peer_credentials(probe)[0] if may_ask(probe) else 0
+    return 0
+
+
+def stub(rank: int, door: Door, answer: Answer) -> dict[str, Any]:
+    """What stands for the document of a rank that does not answer."""
+    found = {"rank": rank, "host": door.host, "pid": door.pid, "state": answer.state, "why": answer.why}
+    return found | {"time": time.time(), "groups": [], "entries": [], "threads": {}, "tasks": {}}

@@ -1,0 +1,175 @@
+"""The endpoint of a process: whom it answers, and what strangers, slow askers and forks do to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from asyncdist.inspect import endpoint as module
+from asyncdist.inspect.ask import Answer, Door, ask_all
+from asyncdist.inspect.endpoint import ALL, MAX_ASKERS, NAME, THREAD, Endpoint
+from asyncdist.transport.listening import listen_tcp, listen_unix
+from asyncdist_server.wire.auth import new_token
+
+TOKEN = new_token()
+HERE = socket.gethostname()
+
+
+@contextlib.contextmanager
+def serving(token: str | None = TOKEN) -> Iterator[tuple[Door, Door]]:
+    """An endpoint of this process, by Unix socket and by TCP."""
+    unix, name, remove = listen_unix("", NAME)
+    tcp = listen_tcp("127.0.0.1", None)
+    port = tcp.getsockname()[1]
+    endpoint = Endpoint([unix, tcp], token, remove)
+    try:
+        yield Door(HERE, os.getpid(), name), Door(HERE, os.getpid(), b"", (("127.0.0.1", port),))
+    finally:
+        endpoint.close()
+
+
+async def asked(door: Door, token: str | None, question: bytes = ALL, limit_s: float = 1.5) -> Answer:
+    return (await ask_all([door], token, question, limit_s))[door]
+
+
+async def test_whoever_proves_the_token_is_answered_and_nobody_else_by_tcp() -> None:
+    with serving() as (_, tcp):
+        assert await asked(tcp, TOKEN) == Answer([])
+        wrong = await asked(tcp, new_token())
+        assert (wrong.state, "tokens" in wrong.why) == ("refused", True)
+        assert (await asked(tcp, None)).state == "refused"
+
+
+async def test_without_a_token_nobody_is_answered_by_tcp() -> None:
+    with serving(None) as (unix, tcp):
+        assert await asked(unix, None) == Answer([])
+        assert (await asked(tcp, None)).state == "gone"  # it hangs up
+        assert (await asked(tcp, TOKEN)).state == "gone"
+
+
+async def test_this_user_needs_no_token_by_unix_socket_and_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving() as (unix, _):
+        assert await asked(unix, None) == Answer([])
+        assert await asked(unix, new_token()) == Answer([])
+        monkeypatch.setattr(module, "may_ask", lambda sock: False)
+        assert (await asked(unix, None)).state == "refused"
+        assert (await asked(unix, new_token())).state == "refused"
+        assert await asked(unix, TOKEN) == Answer([])
+
+
+async def test_hostile_bytes_cost_the_sender_its_connection() -> None:
+    chance = random.Random(1)
+    with serving() as (unix, tcp):
+        for size in (1, 7, 44, 700, 5000) * 4:
+            with contextlib.suppress(OSError), socket.create_connection(tcp.endpoints[0]) as stranger:
+                stranger.sendall(chance.choice([b"", b"\xadDST\0\1", b"\xadDST\0\1\1\1"]) + chance.randbytes(size))
+                if size == 5000:
+                    stranger.settimeout(5)
+                    assert len(stranger.recv(1 << 16)) < 200
+        assert await asked(tcp, TOKEN) == Answer([])
+        assert await asked(unix, TOKEN, b"state not a number") == Answer([])
+        assert await asked(unix, TOKEN, b"") == Answer([])
+
+
+async def test_slow_askers_give_their_places_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PROOF_LIMIT_S", 0.3)
+    with serving() as (_, tcp), contextlib.ExitStack() as strangers:
+        for _ in range(MAX_ASKERS + 10):
+            strangers.enter_context(socket.create_connection(tcp.endpoints[0]))
+        assert await asked(tcp, TOKEN, limit_s=5) == Answer([])
+
+
+async def test_many_ask_at_once_also_for_long_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = [{"rank": 0, "text": "x" * 1_000_000}]
+    monkeypatch.setattr(Endpoint, "_documents", lambda self, *, under_way: documents)
+    with serving() as doors:
+        answers = await asyncio.gather(*(asked(doors[i % 2], TOKEN, limit_s=20) for i in range(2 * MAX_ASKERS)))
+    assert answers == [Answer(documents)] * len(answers)
+
+
+async def test_what_cannot_be_said_does_not_end_the_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Endpoint, *, under_way: bool) -> None:
+        raise RuntimeError("planted")
+
+    with serving() as (unix, _):
+        with monkeypatch.context() as planted:
+            planted.setattr(Endpoint, "_documents", fail)
+            assert await asked(unix, TOKEN) == Answer([])
+        assert await asked(unix, TOKEN) == Answer([])
+
+
+def of_ours() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == THREAD]
+
+
+async def test_nothing_is_left_behind_and_whoever_asks_is_hung_up_on() -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with serving() as (unix, tcp):
+        assert of_ours()
+        stranger = socket.create_connection(tcp.endpoints[0])
+        await asked(tcp, TOKEN)
+    assert not of_ours()
+    with stranger:
+        stranger.settimeout(5)
+        assert not stranger.recv(1)
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert (await asked(unix, TOKEN)).state == "gone"
+    assert (await asked(tcp, TOKEN)).state == "gone"
+
+
+async def test_a_forked_child_drops_it_and_the_parent_answers() -> None:
+    with serving() as (unix, tcp):
+        stranger = socket.create_connection(tcp.endpoints[0])
+        await asked(tcp, TOKEN)  # it has accepted the stranger, too
+        child = os.fork()
+        if not child:
+            os._exit(len(_own_sockets()))
+        sockets = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])  # noqa: ASYNC222 - it ends at once
+        assert sockets <= len(_own_sockets()) - 5  # two that listen, one of the stranger's, and those that wake
+        assert await asked(unix, TOKEN) == Answer([])
+        assert await asked(tcp, TOKEN) == Answer([])
+        stranger.close()
+
+
+def _is_open(fd: str) -> bool:
+    with contextlib.suppress(OSError):
+        os.readlink(f"/proc/self/fd/{fd}")
+        return True
+    return False
+
+
+def _own_sockets() -> list[str]:
+    return [
+        fd for fd in os.listdir("/proc/self/fd") if _is_open(fd) and "socket:" in os.readlink(f"/proc/self/fd/{fd}")
+    ]
+
+
+async def test_whoever_answers_nothing_is_silent_and_whoever_hangs_up_is_gone() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        door = Door("elsewhere", 1, b"", (server.getsockname(),))
+        began_s = time.monotonic()
+        assert (await asked(door, TOKEN, limit_s=0.2)).state == "silent"
+        assert time.monotonic() - began_s < 1
+        hanging_up = asyncio.to_thread(lambda: [server.accept()[0].close() for _ in range(2)])
+        answer, _ = await asyncio.gather(asked(door, TOKEN, limit_s=2), hanging_up)
+        assert answer.state == "gone"
+
+
+async def test_an_idle_endpoint_uses_no_processor_time() -> None:
+    with serving() as (unix, _):
+        await asked(unix, TOKEN)
+        (thread,) = of_ours()
+        assert thread.ident is not None
+        clock = time.pthread_getcpuclockid(thread.ident)
+        await asyncio.sleep(0.1)
+        before_s = time.clock_gettime(clock)
+        await asyncio.sleep(0.3)
+        assert time.clock_gettime(clock) == before_s
