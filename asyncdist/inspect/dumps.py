@@ -76,6 +76,7 @@ def document(rank: int, reason: str, *, under_way: bool = False) -> dict[str, An
         "format": FORMAT,
         "version": VERSION,
         "rank": rank,
+        "world_size": max((len(world.ranks) for world in RECORDER.worlds if world.rank == rank), default=0),
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "program": sys.argv[:1],

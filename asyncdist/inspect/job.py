@@ -1,0 +1,146 @@
+"""The ranks of one job as documents (`dumps.document`): read from dumps, or made while the job runs.
+
+What a file holds is hostile: what is no dump is skipped with a reason, and entries not as they must be are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from asyncdist.inspect.dumps import FORMAT, VERSION
+
+Document: TypeAlias = Mapping[str, Any]
+
+MAX_DUMP_BYTES: Final = 64 << 20
+"""A ring of 2,000 operations and 1,000 stacks take some MB."""
+MAX_RANKS: Final = 1 << 20
+AFTERMATH_S: Final = 60.0
+"""What a process writes so soon after another dump shows what came of the failure, and no more what led to it."""
+
+STATES: Final = {
+    "stopped": "its process is stopped, by SIGSTOP or a debugger",
+    "gone": "its process has ended",
+    "silent": "it does not answer",
+    "undumped": "it has left no dump",
+}
+"""Of a rank that says nothing; such a document is a stub of `rank` and `state`, and has no entries."""
+
+_FIELDS: Final[Mapping[str, Mapping[str, type]]] = {
+    "collective": {"group": str, "group_id": str, "tag": int, "sequence": int, "collective": str},
+    "message": {"group": str, "group_id": str, "tag": int, "peer": int},
+    "store": {"keys": list},
+    "event": {"group": str, "group_id": str},
+}
+_OPTIONAL: Final[Mapping[str, type | tuple[type, ...]]] = {
+    **dict.fromkeys(("site", "function", "task", "error", "awaited_at"), str),
+    **dict.fromkeys(("root", "last", "bytes"), int),
+    **dict.fromkeys(("waiting_for", "stopped"), list),
+    "ended": (int, float),
+}
+
+
+class Job:
+    """The documents of all ranks, by global rank; ranks that nothing is known of have a stub.
+
+    `unread` says which files of a folder were no dumps, and why.
+    """
+
+    def __init__(self, documents: Iterable[Document], size: int = 0, unread: Sequence[str] = ()) -> None:
+        found = {document["rank"]: document for document in documents}
+        sizes = (document.get("world_size", 0) for document in found.values())
+        self.size = max(size, *sizes, *(rank + 1 for rank in found), 0)
+        self.documents: dict[int, Document] = {
+            rank: found.get(rank) or {"rank": rank, "state": "undumped"} for rank in range(self.size)
+        }
+        self.unread = tuple(unread)
+
+    @property
+    def missing(self) -> dict[int, str]:
+        """The state of each rank that says nothing: one of `STATES`."""
+        return {rank: document["state"] for rank, document in self.documents.items() if "state" in document}
+
+    @classmethod
+    def read(cls, folder: Path) -> Job:
+        """The dumps in a folder. Of a rank that has written several, the first of its last failure.
+
+        Raises ValueError if there are none, OSError if the folder cannot be read.
+        """
+        dumps: dict[int, list[Document]] = {}
+        unread = []
+        for path in sorted(folder.iterdir()):
+            if re.fullmatch(r"rank_\d+(\.\d+)?\.json", path.name):
+                try:
+                    document = read_dump(path)
+                    dumps.setdefault(document["rank"], []).append(document)
+                except (ValueError, OSError) as error:
+                    unread.append(f"{path.name}: {error}")
+        if not dumps:
+            why = f": {unread[0]}" if unread else ""
+            raise ValueError(f"{folder} has no dump that can be read (rank_0.json and so on){why}")
+        return cls(map(_of_last_failure, dumps.values()), unread=unread)
+
+
+def read_dump(path: Path) -> Document:
+    """One dump. Raises ValueError for what is none, and OSError."""
+    if path.stat().st_size > MAX_DUMP_BYTES:
+        raise ValueError(f"more than {MAX_DUMP_BYTES >> 20} MiB")
+    try:
+        return checked(json.loads(path.read_bytes()))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def checked(document: object) -> Document:
+    """A document as others have made it, less the entries that are not as they must be. Raises ValueError."""
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise ValueError("no dump of asyncdist")
+    if document.get("version") != VERSION:
+        raise ValueError(f"a dump of version {document.get('version')!r:.40}; this is for version {VERSION}")
+    for name in ("rank", "world_size"):
+        number = document.setdefault(name, 0)
+        if type(number) is not int or not 0 <= number <= MAX_RANKS:
+            raise ValueError(f"{name} is {number!r:.40}")
+    for name, kind in {"entries": list, "groups": list, "threads": dict, "tasks": dict, "awaits": dict}.items():
+        if not isinstance(document.setdefault(name, kind()), kind):
+            raise ValueError(f"{name} is no {kind.__name__}")
+    if not isinstance(document.get("time"), int | float):
+        raise ValueError("it has no time")
+    document["entries"] = list(filter(_is_entry, document["entries"]))
+    document["groups"] = list(filter(_is_group, document["groups"]))
+    return document
+
+
+def _is_entry(entry: object) -> bool:
+    if not isinstance(entry, dict) or not isinstance(entry.get("kind"), str) or entry["kind"] not in _FIELDS:
+        return False
+    needed = {"operation": str, "issued": (int, float), **_FIELDS[entry["kind"]]}
+    optional = {name: kind for name, kind in _OPTIONAL.items() if name in entry}
+    return all(isinstance(entry.get(name), kind) for name, kind in {**needed, **optional}.items()) and all(
+        isinstance(rank, int) for name in ("waiting_for", "stopped") for rank in entry.get(name, ())
+    )
+
+
+def _is_group(group: object) -> bool:
+    return (
+        isinstance(group, dict)
+        and isinstance(group.get("id"), str)
+        and isinstance(group.get("name"), str)
+        and isinstance(group.get("ranks"), list)
+        and all(isinstance(rank, int) for rank in group["ranks"])
+    )
+
+
+def _of_last_failure(documents: Sequence[Document]) -> Document:
+    """The first dump of the last failure, of what one rank has written."""
+    ordered = sorted(documents, key=lambda document: document["time"])
+    chosen = ordered.pop()
+    while ordered and ordered[-1].get("pid") == chosen.get("pid"):
+        before = ordered.pop()
+        if chosen["time"] - before["time"] > AFTERMATH_S:
+            break
+        chosen = before
+    return chosen
