@@ -89,7 +89,8 @@ class GroupCore:
         self._place = place_of(world.loop)
         self._backends = GroupBackends(world, group_id, ranks, backend_names, self)
         self._backend = self._backends.host  # asked without a detour: small operations count nanoseconds
-        facts = RECORDER.made(world.rank, group_id, name, ranks, self._backends, is_world=is_world)
+        clocks = world.clocks.compared
+        facts = RECORDER.made(world.rank, group_id, name, ranks, self._backends, clocks, is_world=is_world)
         self.pairs = Pairs(world, facts, self, self._backends.gpu_pairs, parent and parent[0])
         self._overlap = OverlapWatch(self, world.loop)
         self._sequences: dict[int, int] = {}

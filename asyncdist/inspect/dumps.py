@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, cast
@@ -86,10 +86,22 @@ def document(rank: int, reason: str, *, under_way: bool = False) -> dict[str, An
             {"id": f"{group.group_id:016x}", "name": group.name, "ranks": list(group.ranks)}
             for group in groups.values()
         ],
+        "clock": _clock(list(groups.values())),
         "entries": [_described(entry, wall_s) for entry in entries],
         "threads": _threads(),
         "tasks": {} if under_way else _tasks(group for group in groups.values()),
     }
+
+
+def _clock(groups: Sequence[GroupFacts]) -> dict[str, Any]:
+    """Whose clock this rank's is, and how far those of other hosts are ahead of it."""
+    try:
+        host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        host = socket.gethostname()
+    known = groups[-1].compared.items() if groups else ()  # ranks of an earlier world may have been elsewhere
+    compared = [{"rank": rank, "ahead_s": ahead_s, "bound_s": bound_s} for rank, (bound_s, ahead_s) in known]
+    return {"host": host, "compared": compared}
 
 
 def _threads() -> dict[str, list[str]]:

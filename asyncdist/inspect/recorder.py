@@ -28,6 +28,7 @@ __all__ = [
     "PEER",
     "RECORDER",
     "SHAPE",
+    "Compared",
     "Entry",
     "GroupFacts",
     "Recorded",
@@ -57,6 +58,10 @@ PEER: a global rank, -1 for any.
 PLACE, OPERATION, SHAPE, GROUP, SITE, TASK, ISSUED, ENDED, NOTE, PEER, NBYTES = range(11)
 
 
+Compared: TypeAlias = dict[int, tuple[float, float]]
+"""By rank of another host: within how many seconds it is known how many seconds its clock is ahead of this one."""
+
+
 class Recorded(Protocol):
     """What a group says of its operations when somebody asks."""
 
@@ -77,10 +82,13 @@ class Recorded(Protocol):
 class GroupFacts:
     """What entries know of their group; it does not keep the group alive."""
 
-    __slots__ = ("group", "group_id", "name", "rank", "ranks")
+    __slots__ = ("compared", "group", "group_id", "name", "rank", "ranks")
 
-    def __init__(self, rank: int, group_id: int, name: str, ranks: tuple[int, ...], group: Recorded) -> None:
-        """`rank` is the global rank of this member."""
+    def __init__(
+        self, rank: int, group_id: int, name: str, ranks: tuple[int, ...], group: Recorded, compared: Compared
+    ) -> None:
+        """`rank` is the global rank of this member, `compared` what its world knows of clocks."""
+        self.compared = compared
         self.rank = rank
         self.group_id = group_id
         self.name = name
@@ -127,10 +135,18 @@ class Recorder:
         self.entries.append(entry)
 
     def made(
-        self, rank: int, group_id: int, name: str, ranks: tuple[int, ...], group: Recorded, *, is_world: bool
+        self,
+        rank: int,
+        group_id: int,
+        name: str,
+        ranks: tuple[int, ...],
+        group: Recorded,
+        compared: Compared,
+        *,
+        is_world: bool,
     ) -> GroupFacts:
         """A group was made: return what its entries are to know. There is room for each rank of this process."""
-        facts = GroupFacts(rank, group_id, name, ranks, group)
+        facts = GroupFacts(rank, group_id, name, ranks, group, compared)
         if is_world:
             self.worlds.append(facts)
             self._resize()

@@ -7,6 +7,7 @@ RemoteProtocolError for anything but a message whose ranks, tags and numbers are
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Final, TypeAlias
 
@@ -21,6 +22,7 @@ __all__ = [
     "Abort",
     "Addresses",
     "Check",
+    "Clock",
     "Closed",
     "ControlMessage",
     "GroupMessage",
@@ -221,8 +223,22 @@ class Addresses(ControlMessage):
         return good and _below(world_size, self.first) and _below(world_size, last)
 
 
+@dataclass(frozen=True)
+class Clock(ControlMessage):
+    """What time is it there? The asker's clock when it asked and, in the answer, the other one's, since 1970."""
+
+    KIND = "clock"
+    SHAPE = (float, (float, type(None)))
+    asked_s: float
+    answered_s: float | None
+
+    def is_valid(self, world_size: int) -> bool:
+        return math.isfinite(self.asked_s + (self.answered_s or 0.0))
+
+
 _KINDS: Final[dict[str, type[ControlMessage]]] = {
-    kind.KIND: kind for kind in (Abort, Refused, Probe, Status, Mismatch, Check, Ran, Made, Closed, Shrink, Addresses)
+    kind.KIND: kind
+    for kind in (Abort, Refused, Probe, Status, Mismatch, Check, Ran, Made, Closed, Shrink, Addresses, Clock)
 }
 
 

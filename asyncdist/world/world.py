@@ -22,10 +22,12 @@ from asyncdist.plan.selection.tuning import DEFAULT_TUNING
 from asyncdist.transport.base_mesh import BaseMesh
 from asyncdist.transport.context import Absence
 from asyncdist.world.address_book import AddressBook, children_of, parent_of
+from asyncdist.world.clocks import HostClocks
 from asyncdist.world.control import (
     Abort,
     Addresses,
     Check,
+    Clock,
     Closed,
     ControlMessage,
     GroupMessage,
@@ -179,6 +181,7 @@ class World:
         self._ended: dict[int, EndedListener] = {}
         self._early: dict[int, list[tuple[int, GroupMessage]]] = {}
         self._decider = 0
+        self.clocks = HostClocks(loop, self._host_of, lambda other, message: self._send(other, message.encode()))
         self._launcher: asyncio.BaseTransport | None = None
         self._store_in_doubt = False
         self._place = place_of(loop)
@@ -207,7 +210,14 @@ class World:
                 self._store_in_doubt = True  # it may be there as well
                 self._rendezvous.hurry()
 
-    def _hear_launcher_no_more(self) -> None:
+    def _host_of(self, rank: int) -> str | None:
+        with contextlib.suppress(RemoteProtocolError):
+            address = self._rendezvous.book.get(rank)
+            return None if address is None else address.host_id
+        return None
+
+    def _stop_watching(self) -> None:
+        self.clocks.stop()
         if self._launcher is not None:
             self._launcher.close()
 
@@ -291,6 +301,7 @@ class World:
         for ranks, payload in self._aborts:
             if rank in ranks:
                 self._send(rank, payload)
+        self.clocks.connected(rank, self.host)
 
     def peer_lost(self, rank: int, error: PeerLostError) -> None:
         """A peer's connection ended without a goodbye, here or, as we hear, at another rank."""
@@ -320,6 +331,8 @@ class World:
         message = decode(rank, payload, self.world_size)
         if isinstance(message, Addresses):
             self._hear_addresses(rank, message)
+        elif isinstance(message, Clock):
+            self.clocks.heard(rank, message)
         elif isinstance(message, GroupMessage):
             self._hear(rank, message)
 
@@ -396,7 +409,7 @@ class World:
             if self._source.server is not None:
                 await self._rendezvous.wait_for_goodbyes(self.lost)
         finally:
-            self._hear_launcher_no_more()
+            self._stop_watching()
             await self._close_store()
 
     async def _close_store(self) -> None:
@@ -422,7 +435,7 @@ class World:
     async def resign(self) -> None:
         """The same, but leaving the store open."""
         self.closed = True
-        self._hear_launcher_no_more()
+        self._stop_watching()
         self._answer_no_more()
         self.mesh.abort()
         await self._leave_words()

@@ -46,6 +46,9 @@ JUNK = [
     msgpack.packb(["made", 1, 1 << 63, 2, "0, 1", True]),
     msgpack.packb(["closed", 1, 0]),
     msgpack.packb(["closed", 1, "0", True]),
+    msgpack.packb(["clock", 1, None]),
+    msgpack.packb(["clock", 1.0]),
+    msgpack.packb(["clock", 1.0, float("nan")]),
     msgpack.packb([3, 1]),
     msgpack.packb({"abort": 1}),
     msgpack.packb(["abort", 1, "abort", "text", None, [0] * (MAX_RANKS_NAMED + 1)]),
@@ -73,6 +76,7 @@ LARGEST = [
     ["ran", 1, [[(1 << 32) - 1, (1 << 63) - 1, "x", "y"]]],
     ["made", 1, (1 << 63) - 1, (1 << 64) - 1, "0, 1", True],
     ["closed", (1 << 64) - 1, (1 << 64) - 1, True],
+    ["clock", 1e300, 1e300],
     ["addresses", 0, [b"x"] * SIZE],
     ["addresses", SIZE - 1, [bytes(MAX_ADDRESS_BYTES)]],
 ]
