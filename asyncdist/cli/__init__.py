@@ -23,6 +23,7 @@ _COMMANDS: Final = {
     "store": ("asyncdist.cli.store_commands", "store_group"),
     "token": ("asyncdist.cli", "token_command"),
     "top": ("asyncdist.cli.job_commands", "top_command"),
+    "trace": ("asyncdist.cli.trace_command", "trace_command"),
     "tune": ("asyncdist.cli.tune_command", "tune_command"),
 }
 

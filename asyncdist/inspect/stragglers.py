@@ -37,7 +37,7 @@ class Straggler:
     longest_s: float = 0.0
     """The longest that one of them waited for it at once."""
     span_s: float = 0.0
-    """From the first of the operations to the last."""
+    """From the first call of the operations to the last."""
 
     def __str__(self) -> str:
         return (
@@ -50,7 +50,8 @@ def stragglers(documents: Sequence[Document]) -> list[Straggler]:
     """Those for whom others have waited, by group and operation; for whom they waited longest comes first."""
     clock = clocks(documents)
     groups = group_ranks(documents)
-    seen: dict[tuple[str, str], list[float]] = {}
+    issued: dict[tuple[str, str], list[float]] = {}
+    latest: dict[tuple[str, str], float] = {}
     found: dict[tuple[str, str, int], Straggler] = {}
     for (group_id, _, _), entries in collectives(documents).items():
         if len(entries) < 2 or any(rank in clock and rank not in entries for rank in groups.get(group_id, ())):
@@ -58,7 +59,8 @@ def stragglers(documents: Sequence[Document]) -> list[Straggler]:
         one = next(iter(entries.values()))
         kind = group_id, one["operation"]
         issued_s = {rank: entry["issued"] - clock[rank].ahead_s for rank, entry in entries.items()}
-        seen.setdefault(kind, []).append(max(issued_s.values()))
+        issued.setdefault(kind, []).append(min(issued_s.values()))
+        latest[kind] = max(latest.get(kind, 0.0), *issued_s.values())
         last = _last(one, issued_s, clock)
         waits = [] if last is None else _waits_for(last, entries, issued_s, clock)
         if last is not None and waits:
@@ -67,8 +69,8 @@ def stragglers(documents: Sequence[Document]) -> list[Straggler]:
             straggler.waited_s += sum(waits) / len(waits)
             straggler.longest_s = max(straggler.longest_s, *waits)
     for (group_id, operation, _), straggler in found.items():
-        at = seen[group_id, operation]
-        straggler.operations, straggler.span_s = len(at), max(at) - min(at)
+        first_s = issued[group_id, operation]
+        straggler.operations, straggler.span_s = len(first_s), latest[group_id, operation] - min(first_s)
     return sorted(found.values(), key=lambda one: -one.waited_s)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from typing import Any, NamedTuple, TypeAlias
 
@@ -32,10 +33,10 @@ def clocks(documents: Sequence[Document]) -> dict[int, Clock]:
     compared: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
     for document in documents:
         own = _host(document)
-        for one in document.get("clock", {}).get("compared", ()):
-            other = hosts.get(one["rank"], own)
-            compared[own].append((one["bound_s"], one["ahead_s"], other))
-            compared[other].append((one["bound_s"], -one["ahead_s"], own))
+        for rank, ahead_s, bound_s in _compared(document):
+            other = hosts.get(rank, own)
+            compared[own].append((bound_s, ahead_s, other))
+            compared[other].append((bound_s, -ahead_s, own))
     found: dict[str, tuple[float, float]] = {}
     nearest = [(0.0, 0.0, hosts[min(hosts)])] if hosts else []
     while nearest:
@@ -47,18 +48,34 @@ def clocks(documents: Sequence[Document]) -> dict[int, Clock]:
     return {rank: Clock(host, *found.get(host, (0.0, math.inf))) for rank, host in hosts.items()}
 
 
+def _compared(document: Document) -> Iterator[tuple[int, float, float]]:
+    """Other ranks, how far their clocks are ahead, and within what; a dump may hold anything."""
+    match document.get("clock"):
+        case {"compared": [*told]}:
+            for one in told:
+                match one:
+                    case {"rank": int(rank), "ahead_s": float(ahead_s), "bound_s": float(bound_s)} if bound_s >= 0:
+                        yield rank, ahead_s, bound_s
+
+
 def _host(document: Document) -> str:
     """Containers of a host have names of their own, and one clock."""
-    return str(document.get("clock", {}).get("host") or document["host"])
+    match document.get("clock"):
+        case {"host": str(host)} if host:
+            return host
+    return str(document.get("host"))
 
 
+Entry: TypeAlias = Mapping[str, Any]
+"""One of a document's, as dumps describe it."""
+Pairs: TypeAlias = tuple[Sequence[Entry], Sequence[Entry]]
 Place: TypeAlias = tuple[str, int, int]
 """A group's id, tag and sequence number: the same operation on all ranks."""
 
 
-def collectives(documents: Iterable[Document]) -> dict[Place, dict[int, Mapping[str, Any]]]:
+def collectives(documents: Iterable[Document]) -> dict[Place, dict[int, Entry]]:
     """The entry that each rank has of each collective."""
-    found: dict[Place, dict[int, Mapping[str, Any]]] = defaultdict(dict)
+    found: dict[Place, dict[int, Entry]] = defaultdict(dict)
     for document in documents:
         for entry in document["entries"]:
             if entry["kind"] == "collective":
@@ -69,3 +86,45 @@ def collectives(documents: Iterable[Document]) -> dict[Place, dict[int, Mapping[
 def group_ranks(documents: Iterable[Document]) -> dict[str, list[int]]:
     """The ranks of each group, by its id."""
     return {group["id"]: group["ranks"] for document in documents for group in document["groups"]}
+
+
+def messages(documents: Sequence[Document], clock: Mapping[int, Clock]) -> Iterator[tuple[Entry, Entry]]:
+    """The entries of sender and receiver of each message.
+
+    Messages of one tag overtake none between two ranks, so those are counted from the beginning of the group. Where a
+    ring no longer reaches back so far, they are counted so that each was sent as late as it can have been: that is
+    right where a receive has ever waited for its message, and others are left out.
+    """
+    sent: dict[tuple[Any, ...], list[Entry]] = defaultdict(list)
+    received: dict[tuple[Any, ...], list[Entry]] = defaultdict(list)
+    whole: set[tuple[str, int]] = set()
+    for document in documents:
+        rank = document["rank"]
+        for entry in document["entries"]:
+            if entry["kind"] == "event" and entry["operation"].endswith(" made"):
+                whole.add((entry["group_id"], rank))
+            elif entry["kind"] == "message" and "error" not in entry:
+                if entry["operation"].lstrip("i").startswith("send"):
+                    sent[entry["group_id"], entry["tag"], rank, entry["peer"]].append(entry)
+                elif "ended" in entry:
+                    received[entry["group_id"], entry["tag"], entry["peer"], rank].append(entry)
+    for key, receives in received.items():
+        group_id, _, sender, receiver = key
+        pairs: Pairs = sent[key], receives
+        if not {(group_id, sender), (group_id, receiver)} <= whole:
+            later_s = clock[sender].ahead_s - clock[receiver].ahead_s + clock[sender].doubt_s(clock[receiver])
+            pairs = _aligned(*pairs, later_s)
+        yield from zip(*pairs, strict=False)
+
+
+def _aligned(sends: Sequence[Entry], receives: Sequence[Entry], later_s: float) -> Pairs:
+    """Sends and receives that belong together; `later_s` is added to times of the receiver to compare them."""
+    issued_s = [send["issued"] for send in sends]
+    first = min((bisect_right(issued_s, one["ended"] + later_s) - 1 - i for i, one in enumerate(receives)), default=0)
+    while first > -len(receives):  # the place of the first receive among the sends
+        pairs = sends[max(first, 0) :], receives[max(-first, 0) :]
+        if all(sent.get("bytes") == got.get("bytes") for sent, got in zip(*pairs, strict=False)):
+            waited = any(got["issued"] + later_s < sent["issued"] for sent, got in zip(*pairs, strict=False))
+            return pairs if waited else ((), ())
+        first -= 1
+    return (), ()

@@ -34,7 +34,7 @@ def test_the_rank_that_comes_last_is_told_how_often_and_for_how_long_the_others_
     assert slow.waited_s == pytest.approx(3 * 0.45)
     assert slow.longest_s == pytest.approx(0.5)
     assert str(slow) == (
-        "rank 2 came last to 3 of 4 barrier of group default: the others waited 1.35 of 3.4 s for it, 0.5 s at most"
+        "rank 2 came last to 3 of 4 barrier of group default: the others waited 1.35 of 3.5 s for it, 0.5 s at most"
     )
 
 
@@ -76,6 +76,15 @@ def test_times_of_other_hosts_are_corrected_and_nobody_is_blamed_in_doubt(bound_
     assert clocks(documents)[2].ahead_s == (100.0 if compared else 0.0)
     found = stragglers(documents)
     assert [one.rank for one in found] == ([2] if known else [])
+
+
+@pytest.mark.parametrize(
+    "clock",
+    [None, 3, {}, {"host": 1}, {"compared": 1}, {"compared": [1, {}, {"rank": 1, "ahead_s": "1", "bound_s": -1.0}]}],
+)
+def test_a_dump_may_say_anything_of_its_clock(clock: Any) -> None:
+    found = clocks([document(0, []), document(1, [], clock=clock, host="two")])
+    assert (found[1].host, found[1].bound_s) == ("two", float("inf"))
 
 
 def test_clocks_are_compared_along_the_surest_way() -> None:
