@@ -117,7 +117,7 @@ def checked(document: object) -> Document:
 def _is_entry(entry: object) -> bool:
     if not isinstance(entry, dict) or not isinstance(entry.get("kind"), str) or entry["kind"] not in _FIELDS:
         return False
-    needed = {"operation": str, "issued": (int, float), **_FIELDS[entry["kind"]]}
+    needed: dict[str, Any] = {"operation": str, "issued": (int, float), **_FIELDS[entry["kind"]]}
     optional = {name: kind for name, kind in _OPTIONAL.items() if name in entry}
     return all(isinstance(entry.get(name), kind) for name, kind in {**needed, **optional}.items()) and all(
         isinstance(rank, int) for name in ("waiting_for", "stopped") for rank in entry.get(name, ())
