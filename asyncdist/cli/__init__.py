@@ -7,12 +7,14 @@ import importlib
 from typing import Final
 
 import click
+from click.shell_completion import get_completion_class
 
 from asyncdist_server.serving.sockets import open_standard_descriptors
 
-__all__ = ["SuggestingGroup", "main", "token_command"]
+__all__ = ["SuggestingGroup", "completion_command", "main", "token_command"]
 
 _COMMANDS: Final = {
+    "completion": ("asyncdist.cli", "completion_command"),
     "explain": ("asyncdist.cli.explain_command", "explain_command"),
     "flight-record": ("asyncdist.cli.flight_record_command", "flight_record_command"),
     "manifest": ("asyncdist.cli.manifest_command", "manifest_group"),
@@ -71,3 +73,17 @@ def token_command() -> None:
     from asyncdist_server.wire.auth import new_token
 
     click.echo(new_token())
+
+
+@click.command("completion", short_help="Print what makes a shell complete commands and options.")
+@click.argument("shell", type=click.Choice(["bash", "fish", "zsh"]))
+def completion_command(shell: str) -> None:
+    """Print the completions for SHELL, of asyncdist and asyncdist-server.
+
+    In ~/.bashrc or ~/.zshrc: eval "$(asyncdist completion bash)". For fish: asyncdist completion fish >
+    ~/.config/fish/conf.d/asyncdist.fish
+    """
+    kind = get_completion_class(shell)
+    assert kind is not None
+    for name in ("asyncdist", "asyncdist-server"):
+        click.echo(kind(main, {}, name, f"_{name.replace('-', '_').upper()}_COMPLETE").source())

@@ -244,8 +244,8 @@ def _unused(name: str, **more: Any) -> Option:
 @_unused("--monitor-interval", type=float)
 @_unused("--start-method")
 @_unused("--run-path", is_flag=True)
-@click.argument("script")
-@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.argument("script", type=click.Path())
+@click.argument("args", nargs=-1, type=click.Path())
 def run_command(script: str, args: tuple[str, ...], **options: Any) -> None:
     """Run SCRIPT once per rank and see to it that all of them end.
 

@@ -25,6 +25,9 @@ DEFAULT_TIMEOUT_S: Final = 10.0
 SHOWN_VALUE_BYTES: Final = 60
 """What a line of `watch` shows of a value."""
 
+_OF_KEYS: Final = frozenset({"get", "wait", "multi_get"})
+"""Operations that wait for what a client has to do. The others may wait long by nature."""
+
 T = TypeVar("T")
 
 
@@ -124,11 +127,20 @@ def del_command(target: Target, keys: tuple[str, ...]) -> None:
 
 @store_group.command("ls")
 @click.argument("prefix", default="", type=_key_argument)
+@click.option("--all-namespaces", is_flag=True, help="List those of all jobs: NAMESPACE, a tab, and the key.")
 @click.pass_obj
-def ls_command(target: Target, prefix: str) -> None:
+def ls_command(target: Target, prefix: str, all_namespaces: bool) -> None:
     """Print the keys that begin with PREFIX, sorted, one a line."""
-    for key in sorted(target.run(lambda store: store.list_keys(prefix))):
-        click.echo(_key_text(key))
+
+    def show(each: Target, before: str) -> None:
+        for key in sorted(each.run(lambda store: store.list_keys(prefix))):
+            click.echo(before + _key_text(key))
+
+    if not all_namespaces:
+        show(target, "")
+        return
+    for name in sorted(each.name for each in target.run(lambda store: store.namespaces(), StoreObserver)):
+        show(dataclasses.replace(target, namespace=name), f"{_printable(name)}\t")
 
 
 @store_group.command("watch")
@@ -191,6 +203,8 @@ def waits_command(target: Target, all_namespaces: bool, as_json: bool) -> None:
         click.echo("nobody waits")
     for wait in waits:
         click.echo(_sentence(wait, all_namespaces))
+    if not any(wait.operation in _OF_KEYS for wait in waits):
+        click.echo("no key is waited for; ask `asyncdist why` which ranks wait for each other", err=True)
 
 
 @store_group.command("namespaces")
@@ -205,6 +219,25 @@ def namespaces_command(target: Target, as_json: bool) -> None:
     for each in found:
         name = each.name or "the default namespace"
         click.echo(_printable(f"{each.keys:9,} keys {each.queues:6,} queues {each.clients:6,} clients  {name}"))
+
+
+@store_group.command("clients")
+@click.option("--all-namespaces", is_flag=True, help="Show clients of all jobs, not only of the namespace.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_obj
+def clients_command(target: Target, all_namespaces: bool, as_json: bool) -> None:
+    """Print who is connected, or was until a moment ago; by rank."""
+    found = target.run(lambda store: store.clients(all_namespaces=all_namespaces), StoreObserver)
+    found.sort(key=lambda each: (each.namespace, each.rank is None, each.rank or 0, each.client))
+    if as_json:
+        click.echo(json.dumps(list(map(dataclasses.asdict, found))))
+        return
+    for each in found:
+        rank = "" if each.rank is None else f"rank {each.rank}"
+        state = "connection lost" if each.away else f"{each.waits} waiting" if each.waits else ""
+        namespace = f"of {each.namespace or 'the default namespace'}" if all_namespaces else ""
+        fields = f"{rank:9} {each.client:24} {each.address:22} {state:16} {namespace}"
+        click.echo(_printable(fields.rstrip()))
 
 
 def _sentence(wait: WaitingClient, with_namespace: bool) -> str:

@@ -28,7 +28,7 @@ from asyncdist.store.watch import Watch
 from asyncdist_server.wire import messages
 from asyncdist_server.wire.key_text import shown
 
-__all__ = ["CoordinatingStore", "NamespaceSize", "RequestStore", "WaitingClient"]
+__all__ = ["CoordinatingStore", "NamespaceSize", "RequestStore", "StoreClient", "WaitingClient"]
 
 
 class RequestStore(Store):
@@ -164,6 +164,21 @@ class NamespaceSize:
     clients: int
 
 
+@dataclass(frozen=True, slots=True)
+class StoreClient:
+    """A client of the daemon; `client`, `rank` and `address` are as in WaitingClient.
+
+    `waits` is how many of its requests wait. One that is `away` has lost its connection, and may come back.
+    """
+
+    namespace: str
+    client: str
+    rank: int | None
+    address: str
+    waits: int
+    away: bool
+
+
 class CoordinatingStore(RequestStore):
     """Adds to the verbs of RequestStore those that need a daemon which knows its clients."""
 
@@ -264,6 +279,11 @@ class CoordinatingStore(RequestStore):
             WaitingClient(operation, tuple(map(decoded_key, keys)), waited_ms / 1000, *who)
             for operation, keys, waited_ms, *who in rows
         ]
+
+    async def clients(self, *, all_namespaces: bool = False) -> list[StoreClient]:
+        """Return the other clients of the daemon (it names at most 1,000), those that lost their connection last."""
+        _, *rows = await self._request(messages.CLIENTS, (all_namespaces,), self._timeout_s)
+        return [StoreClient(*row) for row in rows]
 
 
 def seconds(name: str, value: Timeout) -> float:

@@ -196,7 +196,7 @@ class TCPStore(TCPClient):
 
 
 class StoreObserver(TCPStore):
-    """A TCPStore of which only `status`, `waits` and `namespaces` may be used.
+    """A TCPStore of which only `status`, `waits`, `namespaces` and `clients` may be used.
 
     The daemon ends the connection over anything else.
 

@@ -85,6 +85,7 @@ class NativeFrames:
             (codes.STATUS, ()),
             (codes.NAMESPACES, ()),
             (codes.WAITS, (lambda: True,)),
+            (codes.CLIENTS, (lambda: True,)),
         ]
         self._spoils: list[tuple[int, Callable[[list[Any]], bytes]]] = [
             (68, self._as_it_is),

@@ -17,6 +17,7 @@ from asyncdist_server.engine.operations import Operation, Request, malformed
 from asyncdist_server.engine.state import StoreState
 from asyncdist_server.engine.waiters import Waiter
 from asyncdist_server.wire.messages import (
+    CLIENTS,
     COMPACTED,
     EVENT_DELETE,
     GRANT,
@@ -47,6 +48,8 @@ MAX_WAITS: Final = 1000
 """Most waiting requests in one answer: those that wait longest tell why a job hangs."""
 MAX_NAMESPACES: Final = 1000
 """Most namespaces in one answer: those that hold most tell where the memory is."""
+MAX_CLIENTS: Final = 1000
+"""Most clients in one answer: it takes a millisecond to make."""
 SHOWN_KEYS: Final = 5
 """Most keys shown of each."""
 SHOWN_KEY_BYTES: Final = 200
@@ -271,6 +274,23 @@ def _namespaces(state: StoreState, client: Client, request: Request, now: float)
     return request[0], OK, [len(spaces), *rows]
 
 
+def _clients(state: StoreState, client: Client, request: Request, now: float) -> Reply | None:
+    request_id, _, everywhere = request
+    if type(everywhere) is not bool:
+        raise malformed(request)
+    clients = [
+        each
+        for each in state.every_client()
+        if each is not client and (everywhere or each.namespace.name == client.namespace.name)
+    ]
+    client.work_bytes += KEY_WORK_BYTES * len(clients)
+    rows = [
+        [who.namespace.name, who.name, who.rank, who.address, len(who.blocked), who.closed]
+        for who in clients[:MAX_CLIENTS]
+    ]
+    return request_id, OK, [len(clients), *rows]
+
+
 COORDINATION: Final[Mapping[int, tuple[Operation, int]]] = {
     GRANT: (_grant, 5),
     KEEP_ALIVE: (_keep_alive, 3),
@@ -285,5 +305,6 @@ COORDINATION: Final[Mapping[int, tuple[Operation, int]]] = {
     STATUS: (_status, 2),
     WAITS: (_waits, 3),
     NAMESPACES: (_namespaces, 2),
+    CLIENTS: (_clients, 3),
 }
 """For each operation code the function, and how many elements its request has."""

@@ -73,6 +73,8 @@ Requests and what their reply's value is (`timeout_ms` is an integer >= 0, or No
     WAITS everywhere                  [how many, [operation, [key...], waited_ms, namespace, name, rank, address]...]:
                                       waiting requests, longest first, in this namespace or in all
     NAMESPACES                        [how many, [name, keys, queues, clients]...]: those that hold most come first
+    CLIENTS everywhere                [how many, [namespace, name, rank, address, waiting requests, away]...]: those of
+                                      this namespace or of all, but the one that asks; away: it may come back
     PING                              None
     GOODBYE                           None, then the server closes the connection
 """
@@ -119,6 +121,7 @@ LEAVE: Final = 30
 STATUS: Final = 31
 WAITS: Final = 32
 NAMESPACES: Final = 33
+CLIENTS: Final = 34
 
 _OTHER_NAMES: Final = {DELETE: "delete_key", GRANT: "lease", SET_LEASED: "set with lease"}
 OPERATION_NAMES: Final[Mapping[int, str]] = {
@@ -132,7 +135,7 @@ MUTATIONS: Final = frozenset(
 )
 """Operations whose replies the daemon remembers, and which a client names in `Hello.pending`."""
 
-OBSERVATIONS: Final = (STATUS, WAITS, NAMESPACES, PING, GOODBYE)
+OBSERVATIONS: Final = (STATUS, WAITS, NAMESPACES, CLIENTS, PING, GOODBYE)
 """What a client may ask that only looks: nothing of what is told depends on a change."""
 
 # Reply codes. The value of OK is the operation's; of TIMEOUT the list of keys still missing (at most

@@ -98,6 +98,41 @@ def on_a_terminal(server: ThreadedServer, *arguments: str) -> str:
         os.close(theirs)
 
 
+def test_waits_says_where_to_ask_when_no_key_is_waited_for(server: ThreadedServer) -> None:
+    where = ["--store", f"127.0.0.1:{server.port}", "--namespace", "job", "waits"]
+    assert "asyncdist why" in CliRunner().invoke(store_group, where).stderr
+
+    async def main() -> None:
+        async with TCPStore("127.0.0.1", server.port, namespace="job") as store, store.watch("k"):
+            assert "asyncdist why" in (await asyncio.to_thread(CliRunner().invoke, store_group, where)).stderr
+            waiting = asyncio.ensure_future(store.get("absent"))
+            await store.num_keys()
+            assert not (await asyncio.to_thread(CliRunner().invoke, store_group, where)).stderr
+            waiting.cancel()
+
+    asyncio.run(main())
+
+
+def test_clients_are_those_of_the_namespace_or_of_all(server: ThreadedServer) -> None:
+    assert "rank 5" not in invoke(server, "clients")
+    (line,) = asking(server, "clients").splitlines()
+    assert line.startswith("rank 5 ")
+    assert "pid" in line
+    assert line.endswith(" 1 waiting")
+    (found,) = json.loads(asking(server, "clients", "--json"))
+    assert (found["namespace"], found["rank"], found["waits"], found["away"]) == ("job", 5, 1, False)
+
+    async def main() -> None:
+        async with TCPStore("127.0.0.1", server.port, namespace="an\x1bother") as store:
+            await store.set("k", "v")
+            assert await asyncio.to_thread(invoke, server, "clients") == ""
+            assert "of an\\x1bother\n" in await asyncio.to_thread(invoke, server, "clients", "--all-namespaces")
+            assert "an\\x1bother\tk\n" in await asyncio.to_thread(invoke, server, "ls", "--all-namespaces")
+            await store.delete_key("k")
+
+    asyncio.run(main())
+
+
 def test_status_counts(server: ThreadedServer) -> None:
     invoke(server, "set", "key", "value")
     status = json.loads(asking(server, "status", "--json"))

@@ -34,6 +34,26 @@ def test_a_misspelt_command_gets_a_suggestion(words: list[str], meant: str | Non
     assert meant is None or f"Did you mean {meant}?" in result.output
 
 
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("asyncdist st", "plain,store"),
+        ("asyncdist store --token", "plain,--token-file"),
+        ("asyncdist store cl", "plain,clients"),
+        ("asyncdist run --nnodes 2 tr", "file,tr"),
+        ("asyncdist run train.py --conf da", "file,da"),
+        ("asyncdist completion f", "plain,fish"),
+    ],
+)
+def test_a_shell_is_told_how_words_may_end(words: str, found: str) -> None:
+    script = CliRunner().invoke(cli.main, ["completion", "bash"]).output
+    assert script.count("complete -o nosort -F") == 2
+    assert "_ASYNCDIST_COMPLETE=bash_complete" in script
+    position = str(words.count(" "))
+    asked = {"COMP_WORDS": words, "COMP_CWORD": position, "_ASYNCDIST_COMPLETE": "bash_complete"}
+    assert CliRunner().invoke(cli.main, env=asked, prog_name="asyncdist").output == f"{found}\n"
+
+
 @pytest.mark.parametrize("group", [cli.main, store_group, server], ids=["asyncdist", "store", "asyncdist-server"])
 def test_the_list_of_commands_cuts_no_sentence_off(group: click.Command) -> None:
     commands = CliRunner().invoke(group, ["--help"]).output.split("\nCommands:\n")[1]

@@ -141,6 +141,7 @@ def test_limits_of_leases(users: list[User], engine: StoreEngine) -> None:
         (m.JOIN, b"j", b"a", b"1", 1, 0, 1, None),
         (m.LEAVE, 1, 1),
         (m.WAITS, 1),
+        (m.CLIENTS, 1),
         (m.STATUS, 1),
     ],
 )

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from journal_kit import JournaledEngine, MemoryJournal
 
-from asyncdist_server.engine.coordination import MAX_NAMESPACES
+from asyncdist_server.engine.coordination import MAX_CLIENTS, MAX_NAMESPACES
 from asyncdist_server.engine.engine import StoreEngine
 from asyncdist_server.engine.namespace import INDEXED_KEYS, SortedKeys
 from asyncdist_server.engine.operations import LISTED_BYTES, LISTED_KEYS
@@ -134,6 +134,28 @@ def test_namespaces_that_hold_most_come_first(past: int) -> None:
     assert count == MAX_NAMESPACES + past
     assert (first, second) == (["job-7", 1, 1, 1], ["job-3", 0, 0, 2])
     assert len(rest) == MAX_NAMESPACES - 2
+
+
+def test_clients_are_told_of_the_others_and_of_those_that_may_come_back() -> None:
+    engine = StoreEngine(b"i" * 16)
+    asks, waits, away = (User(engine, name) for name in (b"a", b"b", b"c"))
+    elsewhere = User(engine, b"d", "other")
+    waits.client.name, waits.client.rank, waits.client.address = "host pid 7", 3, "10.0.0.1:5"
+    waits.reply(m.GET, b"never", None)
+    away.ask(m.SET, b"k", b"")
+    engine.close(away.client, 0.0)
+    others = [["job", "host pid 7", 3, "10.0.0.1:5", 1, False], ["job", "", None, "", 0, True]]
+    assert asks.ask(m.CLIENTS, False) == [2, *others]
+    assert asks.ask(m.CLIENTS, True) == [3, others[0], ["other", "", None, "", 0, False], others[1]]
+    assert elsewhere.ask(m.CLIENTS, False) == [0]
+
+
+@pytest.mark.parametrize("past", [0, 1])
+def test_an_answer_has_no_more_clients_than_a_turn_should_pack(past: int) -> None:
+    engine = StoreEngine(b"i" * 16)
+    first, *_ = [User(engine, b"%d" % number, "job") for number in range(MAX_CLIENTS + past + 1)]
+    count, *rows = first.ask(m.CLIENTS, False)
+    assert (count, len(rows)) == (MAX_CLIENTS + past, MAX_CLIENTS)
 
 
 def test_what_changes_between_two_parts() -> None:
