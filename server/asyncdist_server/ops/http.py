@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
 from asyncdist_server.ops.metrics import PREFIX, Metric, Samples, collect
 from asyncdist_server.serving.config import ConfigError
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from aiohttp import web
     from prometheus_client import CollectorRegistry
     from prometheus_client.metrics_core import Metric as Family
+
+    Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 MISSING: Final = (
     "the HTTP port needs aiohttp and prometheus-client: pip install 'asyncdist[server]', or start without --http-port"
@@ -44,23 +46,41 @@ async def serve_http(server: StoreServer) -> AsyncIterator[str]:
     Raises `ConfigError` when a library is missing, `OSError` if the address cannot be bound.
     """
     try:
-        from aiohttp import web
-
-        application = _application(server)
+        routes, logger = _routes(server), _logger(server)
     except ImportError as error:
         raise ConfigError(MISSING) from error
-    config = server.config
-    runner = web.AppRunner(application, access_log=None, logger=_logger(server))
+    async with serve_routes(routes, server.config.http_host, server.config.http_port or 0, logger) as address:
+        yield address
+
+
+@contextlib.asynccontextmanager
+async def serve_routes(
+    routes: Mapping[str, Handler], host: str, port: int, logger: logging.Logger
+) -> AsyncIterator[str]:
+    """Answer GET of the paths of `routes` while the block runs; gives the address as host:port.
+
+    `logger` gets what is wrong with requests. Raises `OSError` if the address cannot be bound, ImportError.
+    """
+    from aiohttp import web
+
+    @web.middleware
+    async def this_host_only(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if not names_this_host(request.host, request.transport):
+            return web.Response(status=421, text="this port is for the host it is on: use localhost or an address\n")
+        return await handler(request)
+
+    application = web.Application(client_max_size=MAX_REQUEST_BYTES, middlewares=[this_host_only])
+    for path, handler in routes.items():
+        application.router.add_get(path, handler)
+    runner = web.AppRunner(application, access_log=None, logger=logger)
     await runner.setup()
     try:
         assert runner.server is not None
         protocols = _Bounded(runner.server)
         try:
-            listener = await asyncio.get_running_loop().create_server(protocols, config.http_host, config.http_port)
+            listener = await asyncio.get_running_loop().create_server(protocols, host, port)
         except OSError as error:
-            raise OSError(
-                error.errno, f"cannot serve HTTP on {config.http_host} port {config.http_port}: {error}"
-            ) from error
+            raise OSError(error.errno, f"cannot serve HTTP on {host} port {port}: {error}") from error
         try:
             yield format_address(listener.sockets[0].getsockname())
         finally:
@@ -69,11 +89,11 @@ async def serve_http(server: StoreServer) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-def _application(server: StoreServer) -> web.Application:
+def _routes(server: StoreServer) -> dict[str, Handler]:
     from aiohttp import web
     from prometheus_client import generate_latest
 
-    registry, process = _registry(server), _process_registry()
+    process = _process_registry()
 
     async def healthz(request: web.Request) -> web.Response:
         """200 while the loop serves: an answer at all is the news, the numbers are for people."""
@@ -95,20 +115,27 @@ def _application(server: StoreServer) -> web.Application:
         """Everything `metrics` knows, and the process."""
         # To count its files, a process lists them: with 10,000 connections clients would wait for ten milliseconds.
         of_process = await asyncio.to_thread(generate_latest, process)
-        return web.Response(body=generate_latest(registry) + of_process, headers={"Content-Type": METRICS_TYPE})
+        now = asyncio.get_running_loop().time()
+        text = metrics_text(PREFIX, collect(server, now)) + of_process
+        return web.Response(body=text, headers={"Content-Type": METRICS_TYPE})
 
-    @web.middleware
-    async def this_host_only(
-        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
-        if not names_this_host(request.host, request.transport):
-            return web.Response(status=421, text="this port is for the host it is on: use localhost or an address\n")
-        return await handler(request)
+    return {"/healthz": healthz, "/readyz": readyz, "/metrics": metrics}
 
-    application = web.Application(client_max_size=MAX_REQUEST_BYTES, middlewares=[this_host_only])
-    for path, handler in (("/healthz", healthz), ("/readyz", readyz), ("/metrics", metrics)):
-        application.router.add_get(path, handler)
-    return application
+
+def metrics_text(prefix: str, found: Iterable[tuple[Metric, Samples]]) -> bytes:
+    """Write metrics as Prometheus reads them; their names begin with `prefix`."""
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    class Collector:
+        def collect(self) -> Iterator[Family]:
+            return (_family(prefix, metric, samples) for metric, samples in found)
+
+        def describe(self) -> list[Family]:
+            return []  # else `collect` is called when it is registered
+
+    registry = CollectorRegistry(auto_describe=False)  # several daemons may run in one process
+    registry.register(Collector())
+    return generate_latest(registry)
 
 
 def _logger(server: StoreServer) -> logging.Logger:
@@ -213,25 +240,6 @@ def names_this_host(host: str, transport: asyncio.BaseTransport | None) -> bool:
         return False
 
 
-def _registry(server: StoreServer) -> CollectorRegistry:
-    """Return a registry of this daemon's own: several may run in one process."""
-    from prometheus_client import CollectorRegistry
-
-    class Collector:
-        """Looks everything up when it is asked for."""
-
-        def collect(self) -> Iterator[Family]:
-            now = asyncio.get_running_loop().time()
-            return (_family(metric, samples) for metric, samples in collect(server, now))
-
-        def describe(self) -> list[Family]:
-            return []  # else `collect` is called when it is registered
-
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(Collector())
-    return registry
-
-
 def _process_registry() -> CollectorRegistry:
     """Return a registry of what every Prometheus client tells of its process."""
     from prometheus_client import CollectorRegistry, ProcessCollector
@@ -241,10 +249,10 @@ def _process_registry() -> CollectorRegistry:
     return registry
 
 
-def _family(metric: Metric, samples: Samples) -> Family:
+def _family(prefix: str, metric: Metric, samples: Samples) -> Family:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-    name = PREFIX + metric.name
+    name = prefix + metric.name
     if metric.kind == "histogram":
         histograms = HistogramMetricFamily(name, metric.about, labels=metric.labels)
         for labels, value in samples:
