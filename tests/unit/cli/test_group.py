@@ -37,7 +37,7 @@ def test_a_misspelt_command_gets_a_suggestion(words: list[str], meant: str | Non
 @pytest.mark.parametrize(
     ("words", "found"),
     [
-        ("asyncdist st", "plain,store"),
+        ("asyncdist sto", "plain,store"),
         ("asyncdist store --token", "plain,--token-file"),
         ("asyncdist store cl", "plain,clients"),
         ("asyncdist run --nnodes 2 tr", "file,tr"),
