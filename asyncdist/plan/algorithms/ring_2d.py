@@ -31,7 +31,7 @@ training in a flash", 2018 (arXiv); the rings are those of `ring`.
 from __future__ import annotations
 
 from functools import partial
-from itertools import chain, zip_longest
+from itertools import chain, pairwise, zip_longest
 from math import gcd, isqrt
 from typing import Final, NamedTuple
 
@@ -94,7 +94,7 @@ def all_reduce(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Pla
         return ring.all_reduce(builder, problem, chunk_length)
     starts = offsets(partition(problem.total, grid.width * grid.height))
     together = _row_chunks(problem)
-    vector = _Parts(starts, grid.height, grid.length, chunk_length, together * chunk_length)
+    vector = _Parts(starts, grid.height, grid.length, chunk_length, together)
     row, column = grid.row, grid.column
     pieces = max(2, builder.window_size // together)
     operands = Window(pieces)
@@ -113,8 +113,8 @@ def all_reduce(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Pla
         builder.recv_all(above, vector.block(part, row - step), results)
     results = Window(pieces)
     for step in range(grid.length - 1):
-        builder.send_all(grid.right, vector.part(part - step, row + 1))
-        builder.recv_all(grid.left, vector.part(part - step - 1, row + 1), results)
+        builder.send_all(grid.right, vector.part(part - step, row + 1, results=True))
+        builder.recv_all(grid.left, vector.part(part - step - 1, row + 1, results=True), results)
     return builder.build()
 
 
@@ -133,28 +133,43 @@ class _Parts(NamedTuple):
     length: int
     """Parts by which numbers wrap around; those behind the last column have no elements."""
     chunk_length: int
-    piece_length: int
-    """Of what travels in rows."""
+    together: int
+    """Chunks of a piece, which is what travels in rows."""
 
     def block(self, part: int, row: int) -> list[Slice]:
         """Chunks of one block; both numbers wrap around."""
         number = part % self.length * self.height + row % self.height
         return cut_blocks(self.starts, number, 1, self.chunk_length) if number + 1 < len(self.starts) else []
 
-    def part(self, part: int, row: int) -> list[Slice]:
+    def part(self, part: int, row: int, *, results: bool = False) -> list[Slice]:
         """Pieces of a part: those of the block of `row` and of that before it in turn, then those before, in order.
 
-        The column begins with these two: with the one it sends first, and with the one it receives into first.
+        The column begins with these two: with the one it sends first, and with the one it receives into first. Their
+        first pieces are one chunk each; of `results`, the last one is: the columns' links are idle before and after.
         """
         first = part % self.length * self.height
         if first + 1 >= len(self.starts):
             return []
-        if self.starts[first + self.height] - self.starts[first] >= self.height * self.chunk_length:
-            numbers = [first + (row - step) % self.height for step in range(self.height)]
-            blocks = [cut_blocks(self.starts, number, 1, self.piece_length) for number in numbers]
-            first_two = [piece for pair in zip_longest(*blocks[:2]) for piece in pair if piece is not None]
-            return [*first_two, *chain.from_iterable(blocks[2:])]
-        return cut_blocks(self.starts, first, self.height, self.piece_length)
+        if self.starts[first + self.height] - self.starts[first] < self.height * self.chunk_length:
+            return cut_blocks(self.starts, first, self.height, self.together * self.chunk_length)
+        blocks = [self.block(part, row - step) for step in range(self.height)]
+        if results:
+            pieces = [*(self._pieces(block) for block in blocks[:-1]), self._pieces(blocks[-1], last=1)]
+        else:
+            pieces = [*(self._pieces(block, first=1) for block in blocks[:2]), *map(self._pieces, blocks[2:])]
+        first_two = [piece for pair in zip_longest(*pieces[:2]) for piece in pair if piece is not None]
+        return [*first_two, *chain.from_iterable(pieces[2:])]
+
+    def _pieces(self, chunks: list[Slice], *, first: int = 0, last: int = 0) -> list[Slice]:
+        """Pieces of a block, of which the `first` and the `last` chunk may be pieces of their own."""
+        end = len(chunks) - last
+        begins = [*range(first), *range(first, end, self.together), *range(end, len(chunks))]
+        return [_joined(chunks[begin:stop]) for begin, stop in pairwise([*begins, len(chunks)])]
+
+
+def _joined(chunks: list[Slice]) -> Slice:
+    """Chunks that follow each other, as one."""
+    return chunks[0]._replace(length=chunks[-1].end - chunks[0].offset)
 
 
 def all_gather(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:

@@ -6,10 +6,10 @@ import pytest
 from plan_counts import plans_of, received, rounds, sent
 
 from asyncdist.plan.algorithms.registry import build
-from asyncdist.plan.algorithms.ring_2d import ROW_CHUNKS, SETS, row_length
+from asyncdist.plan.algorithms.ring_2d import SETS, row_length
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.proof.verify import verify
-from asyncdist.plan.steps import RecvReduce, Send, Symmetry
+from asyncdist.plan.steps import Recv, RecvReduce, Send, Symmetry
 
 COLLECTIVES = ["all_reduce", "reduce_scatter", "all_gather"]
 GRIDS = [(4, 2), (6, 2), (6, 3), (12, 4), (16, 4), (24, 8)]
@@ -79,14 +79,20 @@ def test_pieces_of_several_chunks_are_right(ranks_per_host, hosts, count):
         verify(problem, [build(problem, "ring_2d", rank, chunk_length) for rank in range(world)])
 
 
-def test_columns_begin_with_the_first_chunks_of_rows():
-    """What is reduced in a row goes down the column, and what comes down is asked for, while the row goes on."""
-    for rank, plan in enumerate(plans_of("all_reduce", "ring_2d", 6, 96, chunk_length=1, ranks_per_host=2)):
-        in_row = [
-            index for index, step in enumerate(plan.steps) if isinstance(step, RecvReduce) and step.peer == rank ^ 1
-        ]
-        down = [step for step in plan.steps if isinstance(step, Send) and step.peer == (rank + 2) % 6]
-        coming = [step for step in plan.steps if isinstance(step, RecvReduce) and step.peer == (rank - 2) % 6]
-        assert [step.after for step in down[:16:ROW_CHUNKS]] == [(index,) for index in in_row[:8:2]]
-        assert [step.after for step in coming[:1]] == [(in_row[1],)]
-        assert len(in_row) == 48 // ROW_CHUNKS
+def test_columns_begin_with_the_first_chunks_of_rows_and_rows_end_with_the_last_of_columns():
+    """A link between hosts waits for one chunk of its host before it begins, and its host for one after it ends."""
+    for rank, plan in enumerate(plans_of("all_reduce", "ring_2d", 6, 96, chunk_length=2, ranks_per_host=2)):
+
+        def of(kind, peer, steps=plan.steps):
+            return [index for index, step in enumerate(steps) if isinstance(step, kind) and step.peer == peer]
+
+        above, below, beside = (rank - 2) % 6, (rank + 2) % 6, rank ^ 1
+        in_row, out, back = of(RecvReduce, beside), of(Send, beside), of(Recv, beside)
+        down = of(Send, below)
+        assert [plan.steps[index].target.length for index in in_row[:4]] == [2, 2, 8, 8]
+        assert [plan.steps[index].after for index in down[:2]] == [(in_row[0],), (in_row[2],)]
+        assert plan.steps[of(RecvReduce, above)[0]].after == (in_row[1],)
+        assert plan.steps[out[-1]].source.length == 2
+        assert plan.steps[out[-1]].after == (of(Recv, above)[-1],)
+        assert len(in_row) == 2 * (1 + 2) + 2  # of three blocks with eight chunks each
+        assert len(back) == 2 + 2 + (1 + 2)
