@@ -50,7 +50,7 @@ SLOW_NAMED: Final = 16
 """Ranks that such a line names."""
 SILENT: Final = "no answer"
 STOPPED: Final = "no answer: its process is stopped, by SIGSTOP or a debugger"
-"""That of a rank which shares memory with this one."""
+"""That of a rank which shares memory with this one, or whose launcher says so."""
 NOT_HEARD_FROM: Final = "nothing came from there"
 """Why a member is missing that has not said why; what members say is in `world.ABSENCES`."""
 
@@ -195,7 +195,9 @@ class Deadlines:
         """Say once in the log whom an operation waits for."""
         self._told.add(work.key)
         said = self._late.get(work.key, {})
-        whys = {rank: said.get(rank, NOT_HEARD_FROM) for rank in work.waiting_for()[:SLOW_NAMED]}
+        waited_for = work.waiting_for()[:SLOW_NAMED]
+        silent = {rank: STOPPED if self._world.is_stopped(rank) else NOT_HEARD_FROM for rank in waited_for}
+        whys = {rank: said.get(rank, silent[rank]) for rank in waited_for}
         site = "" if work.entry is None else site_of(work.entry)
         more = f"; called at {site}" if site else ""
         warn("%s: waits for %.0f s%s%s", work.where, age_s, f" for {_spelled(whys)}" if whys else "", more)
@@ -221,7 +223,6 @@ class Deadlines:
         probe.timer.cancel()
         work: Any = self._works.get(key)
         if work is not None:
-            memory = self._world.mesh.memory
-            stopped = {rank: STOPPED for rank in probe.silent if memory is not None and memory.stopped(rank)}
+            stopped = {rank: STOPPED for rank in probe.silent if self._world.is_stopped(rank)}
             whys = dict.fromkeys(probe.silent, SILENT) | stopped | probe.absent
             self._expired(work, {rank: whys[rank] for rank in sorted(whys)})

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from asyncdist.concurrency.process import is_stopped
 from asyncdist.launch.failure import is_consequence
 from asyncdist.launch.worker import Exit, Worker
 
@@ -96,6 +97,11 @@ class Attempt:
     def running_ranks(self) -> list[int]:
         """The ranks of the workers that have not ended."""
         return [worker.rank for worker in self._workers if worker.exit is None]
+
+    @property
+    def stopped_ranks(self) -> list[int]:
+        """The ranks of the workers that are stopped, by a signal or by a debugger."""
+        return [worker.rank for worker in self._workers if worker.exit is None and is_stopped(worker.pid)]
 
     def pass_on(self, signum: int) -> list[int]:
         """Pass on a signal that ends nothing (SIGUSR1, SIGUSR2) to the workers that handle it; return their ranks."""

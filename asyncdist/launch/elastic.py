@@ -11,7 +11,7 @@ from asyncdist.launch.agent import NodeAgent
 from asyncdist.launch.attempt import Stage
 from asyncdist.launch.failure import Conclusion, End, Failure, is_consequence
 from asyncdist.launch.rendezvous.job_store import Outage, StorePlace, open_store, with_run_token
-from asyncdist.launch.rendezvous.links import LinkHost
+from asyncdist.launch.rendezvous.links import LinkHost, beside
 from asyncdist.launch.rendezvous.round import Entry, Plan, Round, Stop, shown
 from asyncdist.launch.rendezvous.rounds import JobOverError, Outcome, Rounds
 from asyncdist.launch.worker import Exit, NodePlace, Roster
@@ -133,7 +133,9 @@ class ElasticAgent(NodeAgent):
         if self._stop is not None:  # a node went, or came, while this one got here
             attempt.stop(at_once=True)
         try:
-            self._own = result = await attempt.run()
+            assert self._losses is not None
+            async with beside(current.share_stopped(lambda: attempt.stopped_ranks, self._losses.tell_stopped)):
+                self._own = result = await attempt.run()
         finally:
             self._attempt = None
         if self._interrupted_by is not None:

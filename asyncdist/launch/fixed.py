@@ -74,15 +74,17 @@ class FixedAgent(NodeAgent):
         )
 
     def _watches(self, number: int, nodes: Nodes) -> list[Coroutine[Any, Any, None]]:
-        """Look at the job's store, where the launchers can do without it."""
-
+        """Look at the workers, and at the job's store, where the launchers can do without it."""
+        attempt, losses = self._attempt, self._losses
+        assert attempt is not None
+        watches = [] if losses is None else [nodes.share_stopped(lambda: attempt.stopped_ranks, losses.tell_stopped)]
         if self._outage is None or nodes.store is nodes.words:
-            return []
+            return watches
 
         def on_over(why: str) -> None:
             self._tell(nodes.report_failure(number, nodes.own_failure(why)))
 
-        return [self._outage.watch(nodes.store, on_over)]
+        return [*watches, self._outage.watch(nodes.store, on_over)]
 
     async def _leave(self, nodes: Nodes, place: StorePlace) -> None:
         outlived = self._config.store is not None and (self._outage is None or await self._outage.answers(nodes.store))

@@ -1,7 +1,8 @@
-"""Tells the ranks of this host which ranks the launchers have lost.
+"""Tells the ranks of this host which ranks the launchers have lost, and which are stopped.
 
 The launcher runs no code of the user's, so it always hears of a lost host in time; its ranks hear of it over a Unix
-socket. Whoever connects gets a line of JSON for each loss: `{"ranks": [[first, last + 1], ...], "why": text}`.
+socket. Whoever connects gets a line of JSON for each loss: `{"ranks": [[first, last + 1], ...], "why": text}`; and
+one whenever others are stopped than before, or none: `{"stopped": [rank, ...]}`.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class Losses:
             self._folder = tempfile.mkdtemp(prefix="asyncdist-")
             self.address = os.path.join(self._folder, "losses")
         self._told: list[bytes] = []
+        self._stopped = b""
         self._ranks: list[socket.socket] = []
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(self.address.replace("@", "\0", 1) if self._folder is None else self.address)
@@ -50,9 +52,16 @@ class Losses:
         for rank in self._ranks:
             _send(rank, line)
 
+    def tell_stopped(self, ranks: Sequence[int]) -> None:
+        """Tell all ranks of the attempt which ones are stopped now; ranks that connect later are told too."""
+        self._stopped = json.dumps({"stopped": ranks}).encode() + b"\n"
+        for rank in self._ranks:
+            _send(rank, self._stopped)
+
     def forget(self) -> None:
         """Forget the losses of the last attempt, and disconnect its ranks: another attempt begins."""
         self._told.clear()
+        self._stopped = b""
         while self._ranks:
             self._ranks.pop().close()
 
@@ -71,7 +80,7 @@ class Losses:
                 return rank.close()
             rank.setblocking(False)
             self._ranks.append(rank)
-            for line in self._told:
+            for line in filter(None, (*self._told, self._stopped)):
                 _send(rank, line)
 
 

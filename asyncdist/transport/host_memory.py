@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from typing import Final, Protocol
 
 from asyncdist.concurrency import trace as events
+from asyncdist.concurrency.process import is_stopped
 from asyncdist.errors import ClosedError, PeerLostError
 from asyncdist.transport.fork import SocketSet
 from asyncdist.transport.protocol.zero_copy import ZeroCopy
@@ -114,15 +115,7 @@ class HostMemory:
     def stopped(self, rank: int) -> bool:
         """Whether the process of a rank that shares memory with us is stopped, by a signal or by a debugger."""
         connection = self.connections.get(rank)
-        if connection is None:
-            return False
-        import psutil  # needed by few programs, and reads /proc as it is imported
-
-        try:
-            state: str = psutil.Process(connection.peer_process).status()
-        except (OSError, psutil.Error):  # it has just gone, or is not to be seen from here
-            return False
-        return state in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+        return connection is not None and is_stopped(connection.peer_process)
 
     def new_ring(self) -> Segment:
         """Memory for our half of a pair, to be given back with `free_ring`. Raises OSError."""

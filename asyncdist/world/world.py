@@ -183,6 +183,7 @@ class World:
         self._decider = 0
         self.clocks = HostClocks(loop, self._host_of, lambda other, message: self._send(other, message.encode()))
         self._launcher: asyncio.BaseTransport | None = None
+        self._stopped: frozenset[int] = frozenset()
         self._store_in_doubt = False
         self._place = place_of(loop)
         close_in_forked_child(self)
@@ -200,8 +201,17 @@ class World:
         self._decider = met.decider
 
     async def hear_launcher(self, environ: Mapping[str, str]) -> None:
-        """From now on the launcher of this host tells, if there is one, whose hosts are gone."""
-        self._launcher = await hear_losses(self.rank, self.world_size, environ, self._host_lost)
+        """From now on the launcher of this host tells, if there is one, whose hosts are gone, and who is stopped."""
+        told = self._host_lost, self._are_stopped
+        self._launcher = await hear_losses(self.rank, self.world_size, environ, *told)
+
+    def _are_stopped(self, ranks: frozenset[int]) -> None:
+        self._stopped = ranks
+
+    def is_stopped(self, rank: int) -> bool:
+        """Whether the process of `rank` is known to be stopped, by a signal or by a debugger."""
+        memory = self.mesh.memory
+        return rank in self._stopped or (memory is not None and memory.stopped(rank))
 
     def _host_lost(self, ranks: range, why: str) -> None:
         for rank in ranks:

@@ -6,6 +6,7 @@ to it, proven by a key that node 0 draws and tells them in the job's store. Keys
     there/<node>/connected    bound to the connection of the node's launcher: it goes when that is killed
     there/<node>/heard        bound to a lease that the launcher renews: it goes when that is silent for too long
     bye/<node>                this node needs the others no longer
+    stopped/<node>            JSON: the ranks of the node whose processes are stopped
 
 Whoever hears nothing from that store asks some of the other launchers directly, each of which hosts a store as well: if
 none of them answers either, not node 0 is gone, but this host is cut off.
@@ -21,10 +22,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import json
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from asyncdist.errors import DistError, LaunchError, StoreTimeoutError
@@ -47,6 +50,9 @@ OPEN_TIMEOUT_S: Final = 20.0
 
 _WORD_TIMEOUT_S: Final = 5.0
 """A word about a loss or a failure is tried for this long; the others notice a silent launcher by themselves."""
+
+_LOOK_S: Final = 1.0
+"""How often a launcher looks which of its workers are stopped. That takes 0.1 ms for a worker, and people stop them."""
 
 _ANSWER_TIMEOUT_S: Final = 1.0
 """A launcher that is there answers within this: it does nothing but wait."""
@@ -177,6 +183,8 @@ class Links:
         self._root = root
         self._there = f"{root}there/"
         self._bye = f"{root}bye/"
+        self._stopped = f"{root}stopped/"
+        self._said_stopped: Sequence[int] = []
         self._heard: Lease | None = None
         self._hub = hub
         self._places = places
@@ -292,6 +300,32 @@ class Links:
                 await self.store.check([self._there])
                 return True
         return False
+
+    async def share_stopped(self, look: Callable[[], Sequence[int]], tell: Callable[[Sequence[int]], None]) -> None:
+        """Let all launchers know which ranks of this node `look` finds stopped; `tell` hears of all. Until cancelled.
+
+        They have met. A launcher that is gone is the business of `watch`.
+        """
+        of_nodes: dict[str, list[int]] = {}
+
+        def hear(key: str, value: bytes) -> None:
+            of_nodes[key] = json.loads(value) if value else []
+            tell(sorted(chain.from_iterable(of_nodes.values())))
+
+        with contextlib.suppress(DistError):
+            async with self.store.watch(self._stopped) as watch, beside(self._say_stopped(look)):
+                for key in await self.store.list_keys(self._stopped):
+                    hear(key, await self.store.get(key))
+                async for event in watch:
+                    hear(event.key, event.value)
+
+    async def _say_stopped(self, look: Callable[[], Sequence[int]]) -> None:
+        with contextlib.suppress(DistError):
+            while True:
+                if (found := look()) != self._said_stopped:
+                    await self.store.set(f"{self._stopped}{self._node}", json.dumps(found))
+                    self._said_stopped = found
+                await asyncio.sleep(_LOOK_S)
 
     async def say(self, key: str, word: Record) -> bool:
         """Write a word for all launchers, unless there is one; return whether there is one. Bounded; never raises."""

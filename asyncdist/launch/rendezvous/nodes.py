@@ -29,7 +29,7 @@ import asyncio
 import contextlib
 import json
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from functools import partial
@@ -295,6 +295,12 @@ class Nodes:
         """Where the launchers tell each other: a store of their own, or the job's."""
         assert self._links is not None
         return self._links.store
+
+    async def share_stopped(self, look: Callable[[], Sequence[int]], tell: Callable[[Sequence[int]], None]) -> None:
+        """See `Links.share_stopped`."""
+        assert self._links is not None
+        if self._links.met:
+            await self._links.share_stopped(look, tell)
 
     async def report_failure(self, attempt: int, failure: Failure) -> None:
         """Tell the others, if they can be reached; the first report of an attempt wins."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
@@ -221,6 +221,11 @@ class Round:
     def _is_off(self) -> bool:
         """Whether the nodes must meet again before they have begun."""
         return bool(self.gone) or self._void
+
+    async def share_stopped(self, look: Callable[[], Sequence[int]], tell: Callable[[Sequence[int]], None]) -> None:
+        """See `Links.share_stopped`; inside `linked`."""
+        assert self._links is not None
+        await self._links.share_stopped(look, tell)
 
     async def stop(self, why: Stop) -> None:
         """Let all nodes stop their workers, if they can be told; this one does in any case."""

@@ -24,10 +24,13 @@ class Rank:
     def __init__(self, address: str, rank: str = "1", world_size: str = "6") -> None:
         self.environ = {"RANK": rank, "WORLD_SIZE": world_size, "ASYNCDIST_LOSSES": address}
         self.heard: asyncio.Queue[tuple[range, str]] = asyncio.Queue()
+        self.stopped: asyncio.Queue[frozenset[int]] = asyncio.Queue()
         self.transport: asyncio.BaseTransport | None = None
 
     async def __aenter__(self) -> Rank:
-        self.transport = await hear_losses(1, 6, self.environ, lambda ranks, why: self.heard.put_nowait((ranks, why)))
+        self.transport = await hear_losses(
+            1, 6, self.environ, lambda ranks, why: self.heard.put_nowait((ranks, why)), self.stopped.put_nowait
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -44,6 +47,24 @@ async def test_all_ranks_hear_of_losses_also_those_that_come_later(losses: Losse
             for each in (rank, late):
                 while (await each.heard.get())[0] != range(4, 6):
                     pass
+
+
+async def test_all_ranks_hear_which_are_stopped_and_which_are_no_more(losses: Losses) -> None:
+    async with asyncio.timeout(60), Rank(losses.address) as rank:
+        losses.tell([(4, 5)], "gone")
+        losses.tell_stopped([2, 3])
+        assert await rank.stopped.get() == {2, 3}
+        async with Rank(losses.address) as late:
+            assert await late.stopped.get() == {2, 3}
+            assert await late.heard.get() == await rank.heard.get() == (range(4, 5), "gone")
+        losses.tell_stopped([])
+        assert await rank.stopped.get() == set()
+    losses.tell_stopped([2])
+    losses.forget()
+    async with asyncio.timeout(60), Rank(losses.address) as rank:
+        losses.tell([(4, 5)], "gone")
+        assert await rank.heard.get() == (range(4, 5), "gone")
+        assert rank.stopped.empty()
 
 
 async def test_what_was_lost_before_does_not_concern_another_attempt(losses: Losses) -> None:

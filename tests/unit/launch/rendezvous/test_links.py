@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from asyncdist.errors import DistStoreError, LaunchError
+from asyncdist.launch.rendezvous import links as links_module
 from asyncdist.launch.rendezvous.links import CUT_OFF, LinkHost, LinkPlace, Links, beside, open_link
 from asyncdist.store import HashStore
 
@@ -116,3 +118,35 @@ async def test_a_host_that_was_only_silent_learns_that_it_was_given_up() -> None
         silent.lease_keeper._ask = lambda *_: asyncio.get_running_loop().create_future()
         assert await trio.heard[2].get() == (1, "no sign of life for 0.15 s")
         assert await trio.heard[1].get() == (1, "was silent for 0.15 s, and the others gave it up")
+
+
+async def test_all_launchers_hear_which_ranks_of_any_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links_module, "_LOOK_S", 0.01)
+    links = Trio().links
+    stopped: list[list[int]] = [[], [2, 3], []]
+    heard: list[asyncio.Queue[list[int]]] = [asyncio.Queue() for _ in range(3)]
+
+    def share(node: int) -> Coroutine[Any, Any, None]:
+        return links[node].share_stopped(lambda: list(stopped[node]), heard[node].put_nowait)
+
+    async with asyncio.timeout(60):
+        async with beside(share(0), share(1)):
+            assert await heard[0].get() == await heard[1].get() == [2, 3]
+            async with beside(share(2)):
+                assert await heard[2].get() == [2, 3]
+                stopped[2] = [5]
+                for each in heard:
+                    assert await each.get() == [2, 3, 5]
+                stopped[1] = []
+                for each in heard:
+                    assert await each.get() == [5]
+        stopped[2] = []  # another attempt begins
+        async with beside(*map(share, range(3))):
+            while await heard[0].get():
+                pass
+
+
+async def test_launchers_that_cannot_reach_the_store_share_nothing() -> None:
+    links = Trio().links[1]
+    await links.store.close()
+    await asyncio.wait_for(links.share_stopped(lambda: [1], pytest.fail), 60)
