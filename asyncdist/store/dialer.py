@@ -189,11 +189,16 @@ class StoreDialer:
         await asyncio.sleep(min(pause_s, deadline - asyncio.get_running_loop().time()))
 
     async def _look_who_is_silent(self, trouble: Trouble) -> None:
-        """Once a connection was silent for `silence_s`, ask whether an HTTP server is there: it speaks when asked."""
+        """Once a connection was silent for `silence_s`, ask whether an HTTP server is there: it speaks when asked.
+
+        Where a daemon was met before, one is not asked for; else some time later, as thousands may wait for one daemon.
+        """
         loop = asyncio.get_running_loop()
         while loop.time() < trouble.connected_at + self.silence_s:  # noqa: ASYNC110 - tries come and go meanwhile
             await asyncio.sleep(self.silence_s / 2)
-        trouble.stranger = await self._ask_for_http()
+        if self.lost is None:
+            await asyncio.sleep(random.uniform(0.0, self.silence_s))
+            trouble.stranger = await self._ask_for_http()
         if not trouble.stranger:
             warn("%s: %s, for %g s by now; still trying", self.where, NO_STORE_ANSWERS, self.silence_s)
         elif self._attempt is not None:

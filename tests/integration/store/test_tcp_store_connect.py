@@ -93,6 +93,24 @@ async def test_a_store_that_is_slow_is_waited_for(caplog: pytest.LogCaptureFixtu
             await store.set("k", "v")
 
 
+async def test_a_store_that_was_there_before_is_not_asked_whether_it_is_another_server(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Thousands of clients that wait for their daemon do not connect twice."""
+    with serve_in_thread() as server:
+        store = await ImpatientStore.connect("127.0.0.1", server.port, timeout=60)
+    async with asyncio.timeout(60), store:
+        with socket.create_server(("127.0.0.1", server.port)) as silent:
+            getting = task(store.get("k"))
+            await eventually(lambda: "still trying" in caplog.text)
+            silent.accept()[0].close()
+            silent.setblocking(False)
+            getting.cancel()
+            with pytest.raises(BlockingIOError):
+                silent.accept()
+        await asyncio.wait([getting])
+
+
 async def test_token_and_tls_are_those_of_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     token, other = new_token(), new_token()
     with serve_in_thread(token=token) as server:
