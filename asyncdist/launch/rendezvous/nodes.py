@@ -187,7 +187,9 @@ class Meeting:
             raise LaunchError(problem) from None
         if entries is None:
             if _DID_NOT_JOIN in (verdict := self._verdict.decode()):
-                self._late = verdict, len(await self._store.list_keys(self.keys + "node/"))
+                came = len(await self._store.list_keys(self.keys + "node/"))
+                if came >= self._late[1]:  # else those who had given up before are among the missing
+                    self._late = verdict, came
             return None
         if await self._roll_call(mine, deadline) != _TOGETHER:
             return None
