@@ -421,13 +421,13 @@ class Pairs:
 
 def _discarded(mesh: BaseMesh, group_id: int, source: int, meta: bytes) -> None:
     """Answer the sender of a GPU array whose message is thrown away, as its group is closed here."""
-    core = mesh.cores[source]
-    if not meta.startswith(GPU_META) or core is None or core.statistics()["held"] >= MAX_HELD:
+    if not meta.startswith(GPU_META):
         return
     from asyncdist.gpu.messages import UNWANTED, Announcement, answer_message
 
-    with contextlib.suppress(ValueError):  # malformed: nobody waits for an answer
-        answer_message(mesh, group_id, source, Announcement.decode(meta).number, UNWANTED)
+    with contextlib.suppress(DistError, ValueError):  # this rank leaves; malformed: nobody waits for an answer
+        if mesh.peer(source).statistics()["held"] < MAX_HELD:  # perhaps only the sender has connected until now
+            answer_message(mesh, group_id, source, Announcement.decode(meta).number, UNWANTED)
 
 
 def check_tag(tag: int) -> int:

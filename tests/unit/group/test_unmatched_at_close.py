@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 from group_kit import Group
 from socket_world import socket_world
+from waiting import eventually
 
 import asyncdist as dist
-from asyncdist.gpu.messages import UNWANTED, Announcement
+from asyncdist.gpu.messages import UNWANTED, Announcement, messages_id
 from asyncdist.group.point_to_point import MAX_HELD, _discarded
+from asyncdist.messages.work import OVER
 from asyncdist.testing import run_world
-from asyncdist.transport.protocol.frame import CREDIT_BYTES, POINT_TO_POINT
-from asyncdist.transport.protocol.operations import SendOp
+from asyncdist.transport.protocol.frame import CREDIT_BYTES, POINT_TO_POINT, pack_key
+from asyncdist.transport.protocol.operations import Receive, SendOp
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -52,13 +54,26 @@ def test_unmatched_messages_go_with_their_group(late: bool) -> None:
 def test_who_reads_no_answers_gets_no_more(held: int) -> None:
     """To announcements of arrays on a GPU, which a closed group throws away."""
     answers: list[SendOp] = []
-    mesh: Any = SimpleNamespace(
-        cores=[SimpleNamespace(statistics=lambda: {"held": held})], post_send=lambda _rank, op: answers.append(op)
-    )
+    core = SimpleNamespace(statistics=lambda: {"held": held})
+    mesh: Any = SimpleNamespace(peer=lambda _rank: core, post_send=lambda _rank, op: answers.append(op))
     announced = Announcement(7, "a host", "a GPU", False, np.dtype(np.float32), (3,)).encode()
     for meta in (announced, announced[:-1], b"another message"):
         _discarded(mesh, 1, 0, meta)
     assert [bytes(answer.payload) for answer in answers] == ([UNWANTED] if held < MAX_HELD else [])
+
+
+async def test_the_sender_of_a_gpu_array_is_answered_also_where_only_it_has_connected() -> None:
+    async with socket_world(2) as groups:
+        meshes = [group.world.mesh for group in groups]
+        announced = Announcement(7, "a host", "a GPU", False, np.dtype(np.float32), (3,)).encode()
+        answer = np.zeros(1, np.uint8)
+        key = pack_key(messages_id(groups[0].group_id), 0, 7, 0, 0)
+        meshes[0].post_receive(1, Receive(key, memoryview(answer), OVER, None))
+        meshes[0].post_send(1, SendOp(groups[0].pairs._key(0), memoryview(b""), announced, OVER, None))
+        await eventually(lambda: meshes[1].is_connected(0))
+        assert meshes[1].cores[0] is None
+        groups[1].pairs.drop_unmatched()
+        await eventually(lambda: bytes(answer) == UNWANTED)
 
 
 async def test_a_large_send_that_its_group_never_takes_ends() -> None:

@@ -156,8 +156,8 @@ async def test_launchers_whose_time_is_up_one_after_the_other_name_the_same_miss
         with pytest.raises(LaunchError) as raised:
             await one
         assert str(raised.value) == (
-            "nodes [3] of 4 did not join within 0.1 s, as a launcher said that gave up then; nobody has taken its place "
-            f"within {timeout_s:g} s"
+            "nodes [3] of 4 did not join within 0.1 s, as a launcher said that gave up then; nobody has taken its "
+            f"place within {timeout_s:g} s"
         )
 
 
