@@ -117,8 +117,8 @@ def parse_backend(backend: str | None) -> BackendNames:
     """Return the backend of each kind of array.
 
     None is `aio` for host arrays, `nccl` for GPU arrays where it is available; `"aio"` (and `"gloo"`) is for both,
-    `"nccl"` for GPU arrays alone, `"mpi"` for host arrays alone, `"cpu:aio,cuda:nccl"` names each. Raises TypeError for
-    what is no str, ValueError for malformed text and for backends that are not there.
+    `"nccl"` for GPU arrays alone, `"mpi"` for both, `"cpu:aio,cuda:nccl"` names each. Raises TypeError for what is no
+    str, ValueError for malformed text and for backends that are not there.
     """
     if backend is None:
         return BackendNames(Backend(Backend.AIO), None)

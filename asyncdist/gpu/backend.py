@@ -4,7 +4,7 @@
 | --- | --- |
 | `nccl` | every rank has NCCL, and no two use the same GPU |
 | `ipc` | all ranks are on one host, and some share a GPU, which NCCL refuses |
-| `staged` | anything else, and groups whose backend says `cuda:aio`: through the host's memory |
+| `staged` | anything else, and groups whose backend says `cuda:aio` or `mpi`: through the host's memory |
 
 The first operation decides: the ranks tell each other, over their own connections, which GPU they use and what is
 installed, and each draws the same conclusion. Operations wait meanwhile, in order. While an operation is under way, the
@@ -67,7 +67,7 @@ class DeviceSettings:
     tuning: Tuning
     host: str
     backend: Backend | None
-    """`nccl`, or `aio` for the way through the host. None: the best that is installed here."""
+    """`nccl`, or `aio` or `mpi` for the way through the host. None: the best that is installed here."""
     path: str
     """The path asked for by ASYNCDIST_CUDA_PATH; empty for the best."""
     spin_us: float
@@ -265,7 +265,7 @@ class DeviceBackend(GroupBackend):
     def wish(self) -> str:
         """The path that this rank asks for; empty for the best."""
         settings = self._settings
-        return settings.path or ("staged" if settings.backend == Backend.AIO else "")
+        return settings.path or ("staged" if settings.backend in (Backend.AIO, Backend.MPI) else "")
 
     def surroundings(self, device: int = 0, members: tuple[Member, ...] = ()) -> Surroundings:
         """What paths and messages work with."""

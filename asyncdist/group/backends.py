@@ -23,12 +23,6 @@ PATH_VARIABLE: Final = "ASYNCDIST_CUDA_PATH"
 """Asks for a path (see `gpu.backend`) whatever is the best one; the same on all ranks."""
 
 
-GPUS_BESIDE_MPI: Final = (
-    'backend "mpi" carries host arrays only; with "cpu:mpi,cuda:nccl" GPU arrays go by NCCL, with "cpu:mpi,cuda:aio" '
-    "through the host by MPI"
-)
-
-
 class _Group(Protocol):
     """What the group does for its backends; see `gpu.backend.DeviceOwner`."""
 
@@ -101,8 +95,6 @@ class GroupBackends:
             from asyncdist.gpu.backend import PATHS, DeviceBackend, DeviceSettings  # for programs with GPUs only
             from asyncdist.gpu.mismatch_probe import HostWatch
 
-            if self.names.cuda == Backend.MPI:
-                raise TypeError(f"arrays on a GPU cannot be used here: {GPUS_BESIDE_MPI}")
             found = provider.find()
             if found is None:
                 raise TypeError(f"arrays on a GPU cannot be used here: {provider.reason()}")

@@ -169,7 +169,7 @@ from asyncdist.testing.fake_cuda import fake_cuda
 
 async def main(cuda):
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
-    async with dist.init_process_group("cpu:mpi,cuda:aio", rank=rank, world_size=2, timeout=60) as group:
+    async with dist.init_process_group(BACKEND, rank=rank, world_size=2, timeout=60) as group:
         x, on_gpu = np.ones(1), cuda.runtime.array(np.ones(5, np.float32), 0)
         work = group.all_reduce(on_gpu)
         await group.all_reduce(x)
@@ -183,6 +183,15 @@ async def main(cuda):
         assert x == 4 and (on_gpu.get() == 2).all(), (x, on_gpu.get())
         for _ in range(300):  # nothing is left behind
             await group.all_reduce(on_gpu, dist.ReduceOp.MAX)
+        parts = [cuda.runtime.array(np.zeros(2, np.float32), 0) for _ in range(2)]
+        await group.all_gather(parts, cuda.runtime.array(np.full(2, rank, np.float32), 0))
+        assert [part.get().tolist() for part in parts] == [[0, 0], [1, 1]]
+        if rank:
+            await group.send(parts[1], 0)
+        else:
+            await group.recv(parts[0], 1)
+            assert parts[0].get().tolist() == [1, 1]
+        assert "path staged" in repr(group), group
         other = dist.new_group()
         with contextlib.suppress(dist.CollectiveError):
             await other.all_reduce(x if rank else on_gpu, timeout=30)
@@ -194,8 +203,10 @@ with fake_cuda(1, mode="threads") as cuda:
 """
 
 
-def test_host_arrays_beside_arrays_on_gpus() -> None:
-    job = mpirun(BESIDE_GPUS, 2, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "0"})
+@pytest.mark.parametrize("backend", ["cpu:mpi,cuda:aio", "mpi"])
+def test_host_arrays_beside_arrays_on_gpus(backend: str) -> None:
+    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "0"}
+    job = mpirun(BESIDE_GPUS.replace("BACKEND", repr(backend)), 2, {} if backend == "mpi" else store)
     assert (job.is_clean, job.stdout) == (True, "done\n" * 2), job.said
 
 

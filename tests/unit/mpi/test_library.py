@@ -13,9 +13,8 @@ import pytest
 import asyncdist as dist
 from asyncdist.arrays.reduce_op import ReduceOp
 from asyncdist.collectives.arguments import call
-from asyncdist.collectives.backend import BackendNames, parse_backend
+from asyncdist.collectives.backend import parse_backend
 from asyncdist.concurrency.deadline import Deadline
-from asyncdist.group.backends import GroupBackends
 from asyncdist.mpi import library, world
 from asyncdist.mpi.transfer import MAX_BYTES, has_equal
 from asyncdist.transport.config import TransportConfig
@@ -174,12 +173,6 @@ async def test_an_mpi_that_is_not_the_launchers_makes_no_world_of_one(
     method = InitMethod(-1, -1, by_mpi=True)
     with pytest.raises((dist.DistBackendError, ValueError), match=said):
         await world.join_by_mpi(method, "", Deadline.after(1, 0), allow_pickle=False, check="on", environ=environ)
-
-
-def test_arrays_on_gpus_are_refused() -> None:
-    names = BackendNames(dist.Backend.MPI, dist.Backend.MPI)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match='backend "mpi" carries host arrays only; with "cpu:mpi,cuda:nccl"'):
-        GroupBackends.on_gpus(SimpleNamespace(devices=None, names=names))  # type: ignore[arg-type]
 
 
 async def test_a_group_of_another_world_cannot_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
