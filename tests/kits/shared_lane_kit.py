@@ -47,7 +47,9 @@ class FakeHandle:
 
 
 class FakeRinger:
-    """Wakes a rank by putting a look at its lane into its loop."""
+    """Wakes a rank, which is always asleep, by putting a look at its lane into its loop."""
+
+    words = (1,)
 
     def __init__(self, rank: Rank) -> None:
         self.rank = rank

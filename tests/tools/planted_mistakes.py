@@ -67,8 +67,8 @@ MISTAKES = (
     ),
     Mistake(
         "a lost wake-up of what came before sleep",
-        "            self._words[_ASLEEP] = 1\n            fence()\n            self.poll()\n",
-        "            self._words[_ASLEEP] = 1\n            fence()\n",
+        "            self._words[ASLEEP] = 1\n            fence()\n            self.poll()\n",
+        "            self._words[ASLEEP] = 1\n            fence()\n",
         ("tests/unit/transport",),
     ),
     Mistake(

@@ -118,7 +118,9 @@ def all_reduce(tensor: object, op: ReduceOpLike) -> Call:
     dtype = array.dtype
     reduction.validate(op, dtype)
     if type(array) is np.ndarray:
-        return Call("all_reduce", dtype, array.size, NO_BLOCKS, (Flat(array, writable=True),), tensor, 0, op, True)
+        call = Call("all_reduce", dtype, array.size, NO_BLOCKS, NO_BLOCKS, tensor, 0, op, True)
+        call.outputs = (Flat(array, writable=True),)
+        return call
     flats: Any = (device_flat(array, writable=True),)
     return Call("all_reduce", dtype, array.size, NO_BLOCKS, flats, tensor, 0, op, True, device=array.device)
 

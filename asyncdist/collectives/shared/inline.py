@@ -49,6 +49,7 @@ from asyncdist.collectives.shared.layout import (
 )
 from asyncdist.collectives.shared.turns import Turns
 from asyncdist.inspect.recorder import NOTE
+from asyncdist.transport.shared_memory.doorbell import ASLEEP
 from asyncdist.transport.shared_memory.fence import ORDERED, PAIR, fence, order
 
 if TYPE_CHECKING:
@@ -417,11 +418,12 @@ class InlineQueue:
         if operation.recipe.needed is not None:
             for member in operation.wakes(last=last):
                 ringer = runner.ringers[member]
-                if ringer is not None:
+                if ringer is not None and ringer.words[ASLEEP]:
                     ringer.knock()
         elif last:
             for ringer in runner.others:
-                ringer.knock()
+                if ringer.words[ASLEEP]:
+                    ringer.knock()
         else:
             return
         if self.queue[0] is operation:
@@ -568,5 +570,6 @@ class InlineQueue:
         if not memory.publish_results(number):
             return False
         for ringer in runner.others:  # as who begins last does
-            ringer.knock()
+            if ringer.words[ASLEEP]:
+                ringer.knock()
         return True

@@ -18,7 +18,10 @@ from asyncdist.transport.fork import SocketSet
 from asyncdist.transport.shared_memory.fence import ORDERED, PAIR, RECHECK_S, fence
 from asyncdist.transport.shared_memory.segment import PAGE_BYTES, AttachedSegment, Segment
 
-_ASLEEP: Final = 0
+ASLEEP: Final = 0
+"""The word of a rank's page that is not 0 while it sleeps."""
+AWAKE: Final = memoryview(bytes(8)).cast("Q")
+"""The page of a peer that nobody need ring any more."""
 
 
 class Doorbell:
@@ -43,7 +46,7 @@ class Doorbell:
             self.page.release()
             raise
         self._words = self.page.view.cast("Q")
-        self._words[_ASLEEP] = 1
+        self._words[ASLEEP] = 1
         loop.add_reader(self.eventfd, _Heard(self._rung, on_end))
         self._handle = loop.call_later(RECHECK_S, self._recheck)
 
@@ -83,14 +86,14 @@ class Doorbell:
         """No peer need ring until the loop turns, as this task looks by itself, now and with its next operations."""
         if not self.awake:
             self.awake = True
-            self._words[_ASLEEP] = 0
+            self._words[ASLEEP] = 0
             self._loop.call_soon(self._fall_asleep)  # before the loop can go to sleep
 
     def _fall_asleep(self) -> None:
         """From now on peers ring. What came just before is taken here, so that it is not slept upon."""
         self.awake = False
         if self.eventfd >= 0:
-            self._words[_ASLEEP] = 1
+            self._words[ASLEEP] = 1
             fence()
             self.poll()
 
@@ -139,7 +142,8 @@ class Ringer:
         self._fds = fds
         self._eventfd = fds.add_fd(eventfd)
         self._page = page
-        self._words = page.view.cast("Q")
+        self.words = page.view.cast("Q")
+        """The peer's page: to see in it that the peer is awake takes no call."""
 
     def ring(self) -> None:
         """Wake the peer if it sleeps; what it is to see must be in place."""
@@ -149,19 +153,19 @@ class Ringer:
         if not ORDERED:
             with PAIR:
                 pass
-        if self._eventfd >= 0 and self._words[_ASLEEP]:
+        if self.words[ASLEEP]:
             self.knock()
 
     def knock(self) -> None:
-        """As `ring`, when a fence lies behind what the peer is to see."""
-        if self._eventfd >= 0 and self._words[_ASLEEP]:
-            with contextlib.suppress(BlockingIOError):  # its counter is full, so it is rung enough
-                os.eventfd_write(self._eventfd, 1)
+        """Wake the peer, which has been seen asleep after a fence behind what it is to see."""
+        with contextlib.suppress(BlockingIOError):  # its counter is full, so it is rung enough
+            os.eventfd_write(self._eventfd, 1)
 
     def close(self) -> None:
         """Give the descriptor back. Idempotent."""
         if self._eventfd >= 0:
             self._fds.close_fd(self._eventfd)
             self._eventfd = -1
-            self._words.release()
+            self.words.release()
+            self.words = AWAKE
             self._page.release()
