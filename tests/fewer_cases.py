@@ -5,7 +5,8 @@ together, and a third hardly ever has to be just right, too. So of loops, transp
 every transport, every transport with every size and every size with every loop, in fewer cases than the product has.
 
 A unit test with one parameter runs each value on one of the event loops, by turns, and so do the tests of a file that
-have none: units do no input and output, which is what loops differ in, and fake GPUs neither. Of a range of seeds, the
+have none: units do no input and output, which is what loops differ in, and fake GPUs neither; daemons and launchers do
+it on a loop of their own. Of a range of seeds, the
 first third: seeds are as good as one another. Of random examples of a property, `examples`.
 
 Cases marked `bench` or `thorough` are left to `make test-rest`, which runs nothing else; `.ci/run` runs both.
@@ -36,8 +37,8 @@ LOOP: Final = "_asyncio_loop_factory"
 LOOPS: Final = (LOOP, "loop", "loop_factory")
 """The parameters that say on which event loop a test runs."""
 
-NO_INPUT: Final = {"unit", "gpu_fake"}
-"""Folders of tests that do no input and output."""
+NO_INPUT: Final = {"unit", "gpu_fake", "server", "launch"}
+"""Folders of tests that do no input and output, or leave it to other processes."""
 
 INPUT: Final = {"transport", "store"}
 """Folders among these whose tests do."""
@@ -90,7 +91,7 @@ def _left_out(cases: Sequence[Any], turn: int) -> list[Any]:
     if len(rows[0]) > 2:
         chosen = covering(rows)
         kept = [case for number, case in enumerate(kept) if number in chosen]
-    elif NO_INPUT & (folders := {*kept[0].path.parts}) and (len(rows[0]) == 2 or not INPUT & folders):
+    elif NO_INPUT & (folders := {*kept[0].nodeid.split("/")}) and (len(rows[0]) == 2 or not INPUT & folders):
         for name in (name for name in LOOPS if name in kept[0].callspec.params):
             kept = _by_turns(kept, name, turn)
     gone = {id(case) for case in cases} - {id(case) for case in kept}

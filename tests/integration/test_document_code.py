@@ -110,7 +110,8 @@ def port() -> Iterator[int]:
 
 
 @pytest.mark.parametrize("code", of_kind("fragment"))
-async def test_fragments_run(code: str, port: int) -> None:
+async def test_fragments_run(code: str, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # some write files
     code = code.replace("29500", str(port))
     code = re.sub(r"init_process_group\(.*?\)", "new_group()", code)  # in a world already
     async with (

@@ -224,8 +224,15 @@ def test_who_was_killed_before_it_took_connections(tmp_path: Any) -> None:
 
 
 @pytest.mark.slow("a rank is away for two seconds")
-@pytest.mark.parametrize("elsewhere", [False, True])
-@pytest.mark.parametrize("how", ["computes", "is stopped"])
+@pytest.mark.parametrize(
+    ("how", "elsewhere"),
+    [
+        ("computes", True),
+        ("is stopped", False),
+        pytest.param("computes", False, marks=pytest.mark.thorough),
+        pytest.param("is stopped", True, marks=pytest.mark.thorough),
+    ],
+)
 def test_who_computes_or_is_stopped_is_waited_for(how: str, elsewhere: bool) -> None:
     """Also if its connection to the store broke, and it makes no new one meanwhile."""
     code = f"""

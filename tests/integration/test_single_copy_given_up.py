@@ -62,7 +62,14 @@ except dist.DistError:
 
 
 @pytest.mark.slow("moves long vectors until a rank is killed")
-@pytest.mark.parametrize("kind", ["all_reduce", "broadcast", "all_to_all", "pieces", "ring"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "all_reduce",
+        "pieces",
+        *(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("broadcast", "all_to_all", "ring")),
+    ],
+)
 @punctual
 def test_a_rank_killed_while_others_read_from_it(kind: str) -> None:
     ended = finish(start_ranks(PRELUDE + f"KIND = {kind!r}" + DYING, 3))

@@ -123,6 +123,8 @@ def run(
 
 def _serve(control: socket.socket) -> list[str]:
     """Fork at every request; gives, in what was forked, the arguments after `python`."""
+    import encodings.idna  # noqa: F401  # with the first name that is looked up
+
     import uvloop  # noqa: F401
 
     import asyncdist  # noqa: F401

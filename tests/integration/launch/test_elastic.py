@@ -18,7 +18,7 @@ from launching import DEADLINE_S, daemon, is_alive, run, running, until, write_s
 from asyncdist import blocking
 from asyncdist_server import serve_in_thread
 
-LOST_AFTER_S = 5
+LOST_AFTER_S = 3
 """Long enough for a launcher on a busy machine to be heard."""
 
 TIMES = f"--rdzv-conf=last_call_timeout=0.5,keep_alive_interval=1,keep_alive_max_attempt={LOST_AFTER_S}"
@@ -195,12 +195,12 @@ def test_too_few_nodes_are_an_error_that_says_who_was_lost(tmp_path: Path) -> No
         returncode, stderr = outcome(alone)
         assert returncode == 1
         assert "fewer than 2 nodes met within 0.5 s, missing: 1 more members" in stderr
-        first, second = (nodes.start("--join-timeout=8", nnodes="2:3") for _ in range(2))
+        first, second = (nodes.start("--join-timeout=5", nnodes="2:3") for _ in range(2))
         _, workers = world_of(tmp_path, first, second)
         second.kill()
         returncode, stderr = outcome(first)
         assert returncode == 1
-        assert "fewer than 2 nodes met within 8 s" in stderr
+        assert "fewer than 2 nodes met within 5 s" in stderr
         assert f":{second.pid}), lost" in stderr
         assert not any(is_alive(worker["pid"]) for worker in workers)
 
@@ -256,7 +256,10 @@ def test_the_launcher_that_hosts_the_store_ends_the_job_and_it_says_why(tmp_path
         place = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
         host = nodes.start(place)
         number, _ = world_of(tmp_path, host)
-        guest = nodes.start(place, limits="asyncdist.launch.rendezvous.rounds:_REACH_TIMEOUT_S=1")
+        limits = (
+            "asyncdist.launch.rendezvous.rounds:_REACH_TIMEOUT_S=1 asyncdist.launch.rendezvous.job_store:LOOK_S=0.5"
+        )
+        guest = nodes.start(place, limits=limits)
         _, workers = world_of(tmp_path, host, guest, after=number)
         host.send_signal(signum)
         returncode, stderr = outcome(guest)

@@ -146,9 +146,11 @@ def soon() -> Iterator[None]:
 @pytest.mark.parametrize(
     "place",
     [
-        "asyncdist.launch.rendezvous.round:Round:agree",  # has met the other, who waits for its part of the plan
+        thorough(
+            "asyncdist.launch.rendezvous.round:Round:agree"
+        ),  # has met the other, who waits for its part of the plan
         "asyncdist.launch.rendezvous.round:Plan:from_json",  # has told its part
-        "asyncdist.launch.elastic:ElasticAgent:_run_workers",  # knows the plan
+        thorough("asyncdist.launch.elastic:ElasticAgent:_run_workers"),  # knows the plan
     ],
 )
 def test_a_newcomer_that_is_killed_before_it_works_is_noticed(job: Job, place: str) -> None:
@@ -167,7 +169,9 @@ def test_a_newcomer_that_is_killed_before_it_works_is_noticed(job: Job, place: s
     [
         ("asyncdist.store.member:Membership:rejoin", 2, 0.0),  # is waited for
         ("asyncdist.launch.rendezvous.round:Plan:to_json", 2, 0.0),  # all wait for the plan
-        ("asyncdist.launch.rendezvous.links:Links:meet", 2, 0.0),  # the newcomer connects to the launchers' own store
+        thorough(
+            "asyncdist.launch.rendezvous.links:Links:meet", 2, 0.0
+        ),  # the newcomer connects to the launchers' own store
         thorough("asyncdist.store.member:Membership:rejoin", 2, 0.1),  # waits for the last call
         thorough("asyncdist.launch.rendezvous.links:Links:meet", 2, -0.5),  # it waits there until all are seen
         thorough("asyncdist.launch.elastic:ElasticAgent:_run_workers", 2, 0.0),

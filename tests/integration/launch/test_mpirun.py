@@ -53,7 +53,9 @@ def test_processes_are_ranks(tmp_path: Path, launcher: list[str]) -> None:
     assert said == [f"{rank} of 2: 2, local {rank}" for rank in range(2)]
 
 
-@pytest.mark.parametrize("launcher", [OPEN_MPI, HYDRA], ids=["Open MPI", "MPICH"])
+@pytest.mark.parametrize(
+    "launcher", [OPEN_MPI, pytest.param(HYDRA, marks=pytest.mark.thorough)], ids=["Open MPI", "MPICH"]
+)
 def test_launchers_are_nodes(tmp_path: Path, launcher: list[str]) -> None:
     command = (sys.executable, "-m", "asyncdist", "run", "--nproc-per-node", "2", write_script(tmp_path, SUM))
     assert started(launcher, 2, *command) == [f"{rank} of 4: 4, local {rank}" for rank in range(4)]

@@ -123,7 +123,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
 
 
 @pytest.mark.slow("is without a store for three seconds")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["elastic", pytest.param("fixed", marks=pytest.mark.thorough)])
 def test_a_store_that_is_gone_for_good_ends_nothing(job: Job, kind: str) -> None:
     job.script = write_script(job.folder, TALKING)
     with daemon(job.port) as store:
@@ -138,7 +138,7 @@ def test_a_store_that_is_gone_for_good_ends_nothing(job: Job, kind: str) -> None
 
 
 @pytest.mark.slow("is without a store for three seconds, and sees three more")
-@pytest.mark.parametrize("durable", [False, True])
+@pytest.mark.parametrize("durable", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_a_store_that_comes_back_late_starts_nothing_anew(job: Job, tmp_path: Path, durable: bool) -> None:
     """It is away for longer than a node may be silent, and nobody is taken for lost."""
     options = ["--durability=durable", f"--data-dir={tmp_path / 'data'}"] if durable else []
@@ -169,7 +169,7 @@ def test_a_worker_that_fails_without_a_store_ends_the_job_everywhere(job: Job, k
 
 
 @pytest.mark.slow("waits for looks at the store")
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.thorough)])
 def test_a_fixed_job_whose_launcher_is_killed_without_a_store_ends_and_names_it(job: Job, killed: int) -> None:
     with daemon(job.port) as store:
         job.start("fixed", ranks=True, limits="asyncdist.launch.rendezvous.nodes:PRESENCE_GRACE_S=1")
@@ -183,7 +183,7 @@ def test_a_fixed_job_whose_launcher_is_killed_without_a_store_ends_and_names_it(
 
 
 @pytest.mark.slow("waits for looks at the store")
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.thorough)])
 def test_an_elastic_job_that_loses_a_node_waits_for_the_store(job: Job, killed: int) -> None:
     with daemon(job.port) as store:
         job.start("elastic", nnodes="1:2")

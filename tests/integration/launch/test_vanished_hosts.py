@@ -71,7 +71,7 @@ def ended(process: subprocess.Popen[bytes]) -> tuple[int, str]:
 
 
 @pytest.mark.slow("a launcher must be silent for two seconds")
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.thorough), 2])
 def test_the_ranks_and_launchers_name_a_host_that_is_silent(tmp_path: Path, victim: int) -> None:
     with three_nodes(tmp_path, "--nnodes=3") as launched:
         signal_host(tmp_path, launched[victim], victim, signal.SIGSTOP)

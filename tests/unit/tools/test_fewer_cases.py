@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,7 +36,7 @@ def case(
     found = [SimpleNamespace(args=mark) for mark in marks]
     return SimpleNamespace(
         parent="file",
-        path=Path(path),
+        nodeid=path,
         originalname=test,
         callspec=SimpleNamespace(params=params),
         iter_markers=lambda name: found if name == "parametrize" else [],
@@ -99,7 +98,10 @@ def test_units_with_one_parameter_run_on_the_loops_by_turns() -> None:
     assert sorted(kept, key=lambda row: row[1]) == [("one", 0), ("two", 1), ("one", 2), ("two", 3), ("one", 4)]
 
 
-@pytest.mark.parametrize(("folder", "kept"), [("unit/group", 1), ("integration/gpu_fake", 1), ("unit/transport", 2)])
+@pytest.mark.parametrize(
+    ("folder", "kept"),
+    [("unit/group", 1), ("integration/gpu_fake", 1), ("integration/server", 1), ("unit/transport", 2)],
+)
 def test_tests_of_units_without_a_parameter_run_on_the_loops_by_turns(folder: str, kept: int) -> None:
     """But for those that do input and output."""
     path = f"tests/{folder}/test_x.py"
