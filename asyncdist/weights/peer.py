@@ -258,8 +258,7 @@ class Peer:
         """The same, and give it back to whoever lent it once nobody reads it here, nor where it was lent on."""
         self.withhold(stage)
         stage.close()
-        if stage.source is not None:
-            stage.when_unused(partial(self._unused, stage))
+        stage.when_unused(partial(self._unused, stage))
 
     def _unused(self, stage: Stage) -> None:
         """Called in any thread, and from within anything."""
@@ -268,6 +267,8 @@ class Peer:
 
     def _give_back(self, stage: Stage) -> None:
         stage.unused = True
+        if stage.segment is not None:
+            self.threads.later(stage.segment.release)
         if stage.source is not None and not stage.lent and not stage.spoiled:
             self._say_done(*stage.source)
             stage.source = None
@@ -398,7 +399,7 @@ class Peer:
         return [rank for rank in found if members[rank].subscribes] or found
 
     async def _fetch_from(self, rank: int, ref: Ref, base: Stage | None) -> Stage:
-        looking = self._loop.create_task(self._look(rank, ref), name=f"asyncdist weights looks at rank {rank}")
+        looking = self._loop.create_task(self._look(rank, ref, base), name=f"asyncdist weights looks at rank {rank}")
         try:
             stage = await asyncio.shield(looking)
         except asyncio.CancelledError:
@@ -417,7 +418,7 @@ class Peer:
         if not looking.cancelled() and looking.exception() is None:
             self.drop(looking.result())
 
-    async def _look(self, rank: int, ref: Ref) -> Stage:
+    async def _look(self, rank: int, ref: Ref, base: Stage | None) -> Stage:
         """Return a version that `rank` has lent us, or empty room for one that is to be taken from it."""
         request = self._ask(rank, _LOOK, ref.id, b"")
         with self._bounded(rank, request):
@@ -425,14 +426,14 @@ class Peer:
                 number = await self._heard(rank, request)
                 packed = bytes(await self._receive_array(rank, request))
         if not number:
-            manifest = self._checked(rank, ref, packed)
+            manifest = self._checked(rank, ref, packed, base)
             stage = Stage(manifest, *new_memory(manifest.nbytes, self._memory.fds))
         elif rank not in self._memory.connections:
             raise PeerLostError(f"rank {rank} is gone", rank)
         else:
             segment = self._memory.connections[rank].take_segment(number)
             try:
-                manifest = self._checked(rank, ref, packed)
+                manifest = self._checked(rank, ref, packed, base)
                 if segment.size < manifest.nbytes:
                     raise RemoteProtocolError(f"rank {rank} lent {segment.size} bytes for {manifest.nbytes}")
             except BaseException:
@@ -444,10 +445,11 @@ class Peer:
         stage.packed, stage.id = packed, ref.id
         return stage
 
-    def _checked(self, rank: int, ref: Ref, packed: bytes) -> Manifest:
+    def _checked(self, rank: int, ref: Ref, packed: bytes, base: Stage | None) -> Manifest:
         if digest(packed) != ref.digest:
             raise WeightsError(f"rank {rank} has another version {ref.version} than was committed")
-        return Manifest.unpack(packed)
+        again = None if base is None else base.manifest.again(packed, base.packed)
+        return again or Manifest.unpack(packed)
 
     async def _take(self, rank: int, ref: Ref, stage: Stage, base: Stage | None) -> None:
         """Fill `stage` with what is in `base` already, and with blocks from `rank`."""

@@ -235,8 +235,13 @@ class Threads:
             if error is not None:
                 raise error
 
+    def later(self, job: Callable[[], None]) -> None:
+        """Do `job` some time; whether it fails is nobody's business."""
+        with contextlib.suppress(RuntimeError):  # closed
+            self._pool.submit(job)
+
     def close(self) -> None:
-        """End the threads, which do nothing now."""
+        """End the threads, once what is under way is done."""
         self._pool.shutdown(wait=False)
 
 

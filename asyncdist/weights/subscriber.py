@@ -213,7 +213,8 @@ class Subscription(AsyncIterator[Version]):
                 return
             why = f"there is no memory for it here: {error}"
         else:
-            why = stage.manifest.why_unlike(self._fits) if self._fits else ""
+            fits = not self._fits or (base is not None and stage.manifest.entries is base.manifest.entries)
+            why = "" if fits else stage.manifest.why_unlike(self._fits)
             if why:
                 peer.drop(stage)
         self._getting = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from weights_kit import joined, model, serving, version_of
 
 from asyncdist import HashStore, weights
 from asyncdist.errors import ClosedError, StoreTimeoutError
+from asyncdist.transport.shared_memory.segment import AttachedSegment
 from asyncdist.weights.peer import Peer
 from asyncdist.weights.state import read
 from asyncdist.weights.subscriber import Subscription
@@ -71,6 +73,25 @@ async def test_memory_is_used_again_only_when_nobody_reads_it(store):
             await weights.wait_ready("policy", version, store=store, timeout=10)
             await eventually(lambda: all(not stage.lent for stage in publisher._spares))
         assert before in [stage.memory for stage in [*publisher._spares, publisher._current]]
+
+
+async def test_what_is_served_no_more_is_unmapped_by_a_thread(store, monkeypatch):
+    """For a gibibyte that takes 30 ms, in which the loop would answer no request."""
+    unmapped = []
+
+    def release(segment):
+        actual(segment)
+        unmapped.append((segment._map.closed, threading.current_thread().name[:-2]))
+
+    actual = AttachedSegment.release
+    monkeypatch.setattr(AttachedSegment, "release", release)
+    into = {}
+    async with serving(store.clone(), into), weights.publish("policy", store=store) as publisher:
+        for version in (1, 2):
+            await publisher.commit(version, model(version))
+            await weights.wait_ready("policy", version, store=store, timeout=10)
+        await eventually(lambda: unmapped == [(True, "asyncdist-weights")])
+        assert version_of(into) == 2
 
 
 async def test_what_servers_that_left_have_mapped_is_not_kept_for_them(store):

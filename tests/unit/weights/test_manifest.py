@@ -34,6 +34,17 @@ def test_what_is_packed_is_unpacked():
     assert not found.why_unlike(described(ARRAYS))
 
 
+def test_one_of_the_same_arrays_is_unpacked_without_a_look_at_each():
+    first, later = (Manifest.for_layout(layout_of(ARRAYS)) for _ in range(2))
+    later.born[:] = 1 << 40
+    found = first.again(later.pack(), first.pack())
+    assert found.entries is first.entries
+    assert found.pack() == later.pack()
+    other = Manifest.for_layout(layout_of({**ARRAYS, "a": np.zeros((5, 3), np.float32)}))
+    assert first.again(other.pack(), first.pack()) is None
+    assert first.again(b"", first.pack()) is None
+
+
 def test_arrays_are_aligned_and_apart():
     made = Manifest.for_layout(layout_of(ARRAYS))
     flat = np.arange(made.nbytes, dtype=np.uint8)
