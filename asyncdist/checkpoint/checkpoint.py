@@ -10,10 +10,12 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 
-from asyncdist.arrays.host import Array, describe, dtype_named, host_array
+from asyncdist.arrays.device import DeviceArray, any_array
+from asyncdist.arrays.host import Array, describe, dtype_named
 from asyncdist.checkpoint import files
 from asyncdist.checkpoint.files import CheckpointError, Piece
 from asyncdist.concurrency.integers import as_int
+from asyncdist.gpu.host_copies import HostCopies
 from asyncdist.group.default_group import Group, resolve
 from asyncdist.group.process_group import ProcessGroup
 
@@ -51,18 +53,18 @@ def save(
     group: Group = None,
     tag: int = TAG,
 ) -> asyncio.Task[int]:
-    """Save `arrays` (host arrays or `Part`s by name) in `folder`, which all ranks of `group` see.
+    """Save `arrays` (arrays or `Part`s by name) in `folder`, which all ranks of `group` see.
 
     Every rank calls it, with the same names. Arrays that are alike on all ranks are written once: a share of the bytes
     by each rank. Of a `Part` each rank writes its own rows. `state` is anything that JSON can hold; the first rank's
-    is kept. What a rank writes is copied at the call, so training may go on; with `copy=False` it is not, and the
-    arrays must not change until the task is done. The checkpoint has `number`, by default one more than the newest,
+    is kept. What a rank writes is copied at the call, so training may go on; with `copy=False` what is on the host is
+    not, and must not change until the task is done. The checkpoint has `number`, by default one more than the newest,
     which the task returns; older ones than the newest `keep` are removed.
 
     Await the task: it is done when the checkpoint is on the disk, whole. Cancelling it ends only the waiting. Raises
     CheckpointError on all ranks, naming the rank that could not write or lists other arrays; the older checkpoints
-    stay. At the call: TypeError and ValueError for arrays that are none, RuntimeError while an earlier checkpoint of
-    this folder is being saved.
+    stay. At the call: TypeError and ValueError for arrays that are none or, on a GPU, strided; RuntimeError while an
+    earlier checkpoint of this folder is being saved.
     """
     found = resolve(group)
     if as_int(keep, "keep must be an int") < 1:
@@ -120,15 +122,16 @@ def _contents(arrays: Mapping[str, Any], group: ProcessGroup, *, copy: bool) -> 
     described: dict[str, tuple[str, list[int]]] = {}
     pieces: list[tuple[str, int, memoryview]] = []
     alike: list[tuple[str, Array]] = []
+    parts: list[tuple[str, int, Any, int, int]] = []  # and which of its bytes
     for name, value in arrays.items():
         if not isinstance(name, str):
             raise TypeError(f"names of arrays must be strings, not {name!r}")
-        array = host_array(value.array if isinstance(value, Part) else value, repr(name))
+        array = any_array(value.array if isinstance(value, Part) else value, repr(name))
         shape = list(array.shape)
         if isinstance(value, Part):
             start, rows = _checked_part(value, array, name)
             shape[0] = rows
-            pieces.append((name, start * _row_bytes(array), _octets(array)))
+            parts.append((name, start * _row_bytes(array), array, 0, array.nbytes))
         else:
             alike.append((name, array))
         described[name] = (str(array.dtype), shape)
@@ -138,10 +141,15 @@ def _contents(arrays: Mapping[str, Any], group: ProcessGroup, *, copy: bool) -> 
     for name, array in alike:
         start, stop = max(first - begun, 0), min(last - begun, array.nbytes)
         if start < stop:
-            pieces.append((name, start, _octets(array)[start:stop]))
+            parts.append((name, start, array, start, stop))
         begun += array.nbytes
-    if copy:
-        pieces = [(name, start, memoryview(bytes(octets))) for name, start, octets in pieces]
+    with HostCopies() as copies:
+        for name, place, array, start, stop in parts:
+            if type(array) is DeviceArray:
+                octets = copies.to_host(array, repr(name), start, stop).data
+            else:
+                octets = _octets(array)[start:stop]
+            pieces.append((name, place, memoryview(bytes(octets)) if copy and type(array) is np.ndarray else octets))
     return _Contents(described, pieces)
 
 
@@ -211,6 +219,13 @@ def _find(folder: Path, number: int | None) -> Any:
 
 
 def _read(place: Path, index: dict[str, Any], into: Mapping[str, Any] | None, arrays: dict[str, Any]) -> None:
+    with HostCopies() as copies:
+        _fill(place, index, into, arrays, copies)
+
+
+def _fill(
+    place: Path, index: dict[str, Any], into: Mapping[str, Any] | None, arrays: dict[str, Any], copies: HostCopies
+) -> None:
     saved: dict[str, tuple[str, list[int]]] = index["arrays"]
     if into is not None and into.keys() != saved.keys():
         raise CheckpointError(f"{place} holds {sorted(saved)}, and what is to be filled is {sorted(into)}")
@@ -220,7 +235,7 @@ def _read(place: Path, index: dict[str, Any], into: Mapping[str, Any] | None, ar
             raise CheckpointError(f"{place}: {name!r} is {dtype_name}, which needs ml_dtypes here")
         value = np.empty(shape, dtype) if into is None else into[name]
         start, whole = 0, list(shape)
-        array = host_array(value.array if isinstance(value, Part) else value, repr(name))
+        array = any_array(value.array if isinstance(value, Part) else value, repr(name))
         if isinstance(value, Part):
             start, rows = _checked_part(value, array, name)
             whole = [rows, *shape[1:]]
@@ -231,9 +246,12 @@ def _read(place: Path, index: dict[str, Any], into: Mapping[str, Any] | None, ar
                 f"{describe(array.dtype, tuple(given))}"
             )
         pieces = [Piece(*piece) for piece in index["pieces"] if piece[0] == name]
-        room = array if array.flags.c_contiguous else np.empty_like(array, order="C")
+        in_place = type(array) is np.ndarray and array.flags.c_contiguous
+        room = array if in_place else np.empty(array.shape, array.dtype)
         files.read_range(place, pieces, start * _row_bytes(array), _octets(room))
-        if room is not array:
+        if type(array) is DeviceArray:
+            copies.to_device(array, repr(name), np.frombuffer(_octets(room), np.uint8))
+        elif not in_place:
             array[...] = room
         arrays[name] = value
 

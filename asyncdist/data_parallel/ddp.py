@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from asyncdist.arrays.host import Array, host_array
+from asyncdist.arrays.device import any_array
+from asyncdist.arrays.host import Array
 from asyncdist.arrays.reduce_op import ReduceOp, ReduceOpLike
 from asyncdist.concurrency.deadline import INHERIT, Timeout
 from asyncdist.concurrency.integers import spell_ranks
@@ -39,7 +40,7 @@ class DistributedDataParallel:
             averages = await ddp.averaged()     # by name
 
     `module` is a dict of arrays by name, or has `named_parameters()` (and `named_buffers()`), as torch's modules. All
-    ranks list the same names, shapes and dtypes, on the CPU. Awaiting compares the names (CollectiveMismatchError), and
+    ranks list the same names, shapes and dtypes. Awaiting compares the names (CollectiveMismatchError), and
     copies the parameters and buffers of the group's first rank into everybody's. Buckets of about `bucket_bytes` hold
     the gradients of parameters in reverse order, and leave while others are computed.
 
@@ -238,6 +239,9 @@ class DistributedDataParallel:
                 if parameter.grad.data_ptr() != room.data_ptr():
                     room.copy_(parameter.grad)
                     parameter.grad = room
+                if parameter.is_cuda:  # asyncdist begins behind the default stream, and backward may run on another
+                    cuda = sys.modules["torch"].cuda
+                    cuda.default_stream(room.device).wait_stream(cuda.current_stream(room.device))
                 self.ready(name)
 
         return tell
@@ -259,8 +263,9 @@ def _detached(array: Any) -> Any:
 
 def _tensor_over(room: Array, like: Any) -> Any:
     """A torch tensor of the dtype of `like` over the same memory as `room`."""
-    torch = sys.modules["torch"]
-    return torch.from_numpy(room.view(f"V{room.itemsize}").view(f"u{room.itemsize}")).view(like.dtype)
+    if type(room) is np.ndarray:
+        room = room.view(f"V{room.itemsize}")
+    return sys.modules["torch"].as_tensor(room.view(f"u{room.itemsize}"), device=like.device).view(like.dtype)
 
 
 class PeriodicAverager:
@@ -287,7 +292,9 @@ class PeriodicAverager:
     ) -> None:
         if period < 1:
             raise ValueError(f"period must be at least 1, but is {period}")
-        self._arrays = [host_array(_detached(one), "a parameter") for one in parameters]
+        self._arrays = list(map(_detached, parameters))
+        for one in self._arrays:
+            any_array(one, "a parameter")
         self._period = period
         self._warmup_steps = warmup_steps
         self._group = resolve(group)

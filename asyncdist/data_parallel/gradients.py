@@ -16,7 +16,8 @@ import numpy as np
 
 from asyncdist.api.joined_work import JoinedWork
 from asyncdist.arrays import reduction
-from asyncdist.arrays.host import Array, describe, host_array
+from asyncdist.arrays.device import DeviceArray, any_array, device_of
+from asyncdist.arrays.host import Array, describe
 from asyncdist.arrays.reduce_op import ReduceOp, ReduceOpLike
 from asyncdist.concurrency.deadline import INHERIT, Timeout
 from asyncdist.concurrency.integers import as_int
@@ -131,12 +132,12 @@ def list_of(values: Iterable[Any], name: str) -> list[Any]:
 
 
 def arrays_of(values: Sequence[Any], name: str, *, writable: bool) -> list[Array]:
-    """The host arrays of `values`. Raises ValueError if there are none or one must be written and cannot be."""
+    """The arrays of `values`. Raises ValueError if there are none or one must be written and cannot be."""
     if not values:
         raise ValueError(f"{name} must not be empty")
-    arrays = [host_array(value, f"{name}[{index}]") for index, value in enumerate(values)]
+    arrays = [any_array(value, f"{name}[{index}]") for index, value in enumerate(values)]
     for index, array in enumerate(arrays):
-        if writable and not array.flags.writeable:
+        if writable and not (array.flags.writeable if type(array) is np.ndarray else array.writable):
             raise ValueError(f"{name}[{index}] is read-only and this operation writes into it")
     return arrays
 
@@ -164,20 +165,21 @@ def _issue_all(
 
 
 def divide(arrays: Sequence[Array], bucket_bytes: int) -> list[list[int]]:
-    """Divide `arrays` into buckets of one dtype and at most `bucket_bytes`; a larger array has one to itself.
+    """Divide `arrays` into buckets of one dtype and device, of at most `bucket_bytes`; a larger array has its own.
 
     Returns the numbers of each bucket's arrays. Arrays come in the order in which they are listed, and buckets in the
     order in which they would be full if arrays became ready in that order.
     """
     full: list[list[int]] = []
-    filling: dict[np.dtype[Any], tuple[list[int], int]] = {}
+    filling: dict[Any, tuple[list[int], int]] = {}
     for index, array in enumerate(arrays):
-        bucket, nbytes = filling.get(array.dtype, ([], 0))
+        kind = array.dtype, device_of(array)
+        bucket, nbytes = filling.get(kind, ([], 0))
         if bucket and nbytes + array.nbytes > bucket_bytes:
             full.append(bucket)
             bucket, nbytes = [], 0
         bucket.append(index)
-        filling[array.dtype] = bucket, nbytes + array.nbytes
+        filling[kind] = bucket, nbytes + array.nbytes
     full.extend(bucket for bucket, _ in filling.values())
     return sorted(full, key=lambda bucket: bucket[-1])
 
@@ -260,7 +262,7 @@ class GradientBuckets:
         for dtype in {array.dtype for array in like}:
             reduction.validate(op, dtype)
         self._buckets = divide(like, check_bucket_bytes(bucket_bytes))
-        self._buffers = [np.zeros(sum(like[i].size for i in bucket), like[bucket[0]].dtype) for bucket in self._buckets]
+        self._buffers = [_room(sum(like[i].size for i in bucket), like[bucket[0]]) for bucket in self._buckets]
         self.gradients = _parts_of(self._buffers, like, self._buckets)
         """One array for each parameter. They belong to the group from `ready` until what `averaged` returned is done,
         and hold the averages from then on."""
@@ -322,6 +324,8 @@ class GradientBuckets:
         gradients = [self.gradients[index] for index in self._buckets[number]]
         if self._comm_hook is None:
             prepare = coalesced.all_reduce_coalesced
+            if type(self._buffers[number]) is not np.ndarray:  # of a GPU each would be an operation of its own
+                gradients = [self._buffers[number]]
             return self._group._collective(OPERATION, self._tag, self._timeout, prepare, gradients, self._op)
         tag = self._tag + 1 + number
         bucket = GradientBucket(number, self._buffers[number], gradients, self._group, tag, self._timeout)
@@ -349,6 +353,23 @@ class _HookWork(Work[Any]):
         self._fail(error)
 
 
+def _numpy_like(array: Any) -> Any:
+    """An array of `any_array` as one that numpy's functions take: itself, or cupy's over the same memory."""
+    if type(array) is not DeviceArray:
+        return array
+    if hasattr(array.owner, "__array_function__"):
+        return array.owner
+    import cupy
+
+    return cupy.asarray(array.owner.detach() if hasattr(array.owner, "detach") else array.owner)
+
+
+def _room(size: int, like: Array) -> Array:
+    """Zeros of the dtype of `like`, in the memory of its device."""
+    made: Array = np.zeros(size, like.dtype, like=_numpy_like(like))
+    return made
+
+
 def _parts_of(buffers: list[Array], like: list[Array], buckets: list[list[int]]) -> list[Array]:
     """The buffers of `buckets` cut into the shapes of `like`."""
     parts: dict[int, Array] = {}
@@ -364,7 +385,7 @@ def _parts_of(buffers: list[Array], like: list[Array], buckets: list[list[int]])
 
 def copy_gradient(gradient: Any, room: Array, name: str, *, add: bool = False) -> None:
     """Copy `gradient` into `room`, or add it to what is there. Raises ValueError where it does not fit."""
-    array = host_array(gradient, f"gradient {name}")
+    array = _numpy_like(any_array(gradient, f"gradient {name}"))
     if array.shape != room.shape or not np.can_cast(array.dtype, room.dtype, "same_kind"):
         raise ValueError(
             f"gradient {name} is {describe(array.dtype, array.shape)}, but its parameter is "

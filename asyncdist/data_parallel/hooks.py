@@ -51,12 +51,11 @@ class TopK:
         chosen = np.argpartition(np.abs(left), -count)[-count:].astype(np.min_scalar_type(buffer.size))
         values = left[chosen]
         left[chosen] = 0
-        mine = np.concatenate([chosen.view(np.uint8), values.view(np.uint8)])
         size = bucket.group.size
-        everybody = np.empty((size, mine.size), np.uint8)
-        await bucket.group.all_gather_into_tensor(everybody, mine, tag=bucket.tag, timeout=bucket.timeout)
+        mine = [array.view(np.uint8) for array in (chosen, values)]
+        everybody = [np.empty((size, array.size), np.uint8, like=buffer) for array in mine]
+        await bucket.group.all_gather_into_tensor_coalesced(everybody, mine, tag=bucket.tag, timeout=bucket.timeout)
         buffer[...] = 0
-        split = count * chosen.itemsize
-        for row in everybody:
-            buffer[row[:split].view(chosen.dtype)] += row[split:].view(buffer.dtype)
+        for places, theirs in zip(*everybody, strict=True):
+            buffer[places.view(chosen.dtype)] += theirs.view(buffer.dtype)
         buffer /= size

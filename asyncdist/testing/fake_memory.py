@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from asyncdist.arrays.host import Array
 from asyncdist.cuda.interface import Memory, Pinned, Resource
@@ -188,11 +189,12 @@ class _Flags:
     c_contiguous: bool
 
 
-class FakeArray:
+class FakeArray(NDArrayOperatorsMixin):
     """An array on a fake device, with the attributes of a cupy array that asyncdist and most tests need.
 
-    `get` waits for the current stream and returns a numpy copy. `set` queues a copy on that stream. Indexing gives
-    views.
+    `get` waits for the current stream and returns a numpy copy. `set` queues a copy on that stream. Slices are views.
+    numpy's functions and operators take it, as they take cupy's: they wait for the current stream, and results are
+    queued there.
     """
 
     def __init__(self, runtime: FakeRuntime, array: Array, device: int, base: FakeArray | None) -> None:
@@ -205,6 +207,7 @@ class FakeArray:
         self.strides = array.strides
         self.ndim = array.ndim
         self.size = array.size
+        self.itemsize = array.itemsize
         self.nbytes = array.nbytes
         self.data = _Pointer(array.ctypes.data)
         self.flags = _Flags(array.flags.c_contiguous)
@@ -231,7 +234,39 @@ class FakeArray:
         raise BufferError("fake arrays have no DLPack capsule; use __cuda_array_interface__")
 
     def __getitem__(self, key: Any) -> FakeArray:
-        return FakeArray(self._runtime, self._array[key], self.device.id, self)
+        found = self._array[_host(key)]
+        if np.shares_memory(found, self._array) or not found.size:
+            return FakeArray(self._runtime, found, self.device.id, self)
+        return self._runtime.array(_host(self)[_host(key)], self.device.id)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        whole = self.get()
+        whole[_host(key)] = _host(value)
+        self.set(whole)
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
+        out = options.pop("out", None)
+        return self._result(getattr(ufunc, method)(*_host(inputs), **options), out and out[0])
+
+    def __array_function__(self, function: Any, types: Any, inputs: Any, options: Any) -> Any:
+        if function is np.copyto:
+            target, source, *casting = inputs
+            if not np.can_cast(source.dtype, target.dtype, *casting):
+                raise TypeError(f"{source.dtype} is not cast to {target.dtype}")
+            return target.set(_host(source))
+        return self._result(function(*_host(inputs), **_host(options)), None)
+
+    def _result(self, values: Any, out: FakeArray | None) -> Any:
+        if out is None:
+            return self._runtime.array(values, self.device.id) if isinstance(values, np.ndarray) else values
+        out.set(values)
+        return out
+
+    def astype(self, dtype: Any) -> FakeArray:
+        return self._runtime.array(self.get().astype(dtype), self.device.id)
+
+    def view(self, dtype: Any) -> FakeArray:
+        return FakeArray(self._runtime, self._array.view(dtype), self.device.id, self)
 
     def __len__(self) -> int:
         return len(self._array)
@@ -256,6 +291,13 @@ class FakeArray:
 
     def __repr__(self) -> str:
         return f"FakeArray({self.dtype.name}{list(self.shape)} on device {self.device.id})"
+
+
+def _host(value: Any) -> Any:
+    """`value`, which may be a list, with copies in the place of fake arrays."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(_host, value))
+    return value.get() if isinstance(value, FakeArray) else value
 
 
 def free_with(owner: object, free: Callable[[Block], None], block: Block) -> None:

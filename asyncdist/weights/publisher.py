@@ -6,14 +6,18 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any, Final, Self
 
-from asyncdist.arrays.host import Array, host_array
+from asyncdist.arrays.device import DeviceArray, any_array, device_of
+from asyncdist.arrays.host import Array
 from asyncdist.concurrency.deadline import Timeout, timeout_seconds
 from asyncdist.concurrency.integers import as_int
 from asyncdist.concurrency.tasks import uninterrupted
 from asyncdist.errors import ClosedError, DistError, WatchCompactedError
+from asyncdist.gpu.host_copies import HostCopies
+from asyncdist.gpu.streams import carried
 from asyncdist.store import Store
 from asyncdist.store.base import checked_integer
 from asyncdist.store.member import default_name
@@ -104,7 +108,7 @@ class Publisher:
         self._peer = peer
 
     async def commit(self, version: int, arrays: Mapping[str, Any], *, timeout: Timeout = COMMIT_TIMEOUT_S) -> None:
-        """Have all subscribers serve `arrays`, host arrays by name, as `version`; all of them, or none.
+        """Have all subscribers serve `arrays`, by name and of the host or a GPU, as `version`; all of them, or none.
 
         Each subscriber stages the version beside the one that it serves. When all have, it is committed by one change
         of the store, and they serve it within milliseconds. Blocks that are as in the version before are not sent
@@ -118,7 +122,7 @@ class Publisher:
         take turns.
         """
         number = checked_integer("version", as_int(version, "version must be an int"))
-        found = {name: host_array(array, f"arrays[{name!r}]") for name, array in arrays.items()}
+        found = {name: carried(any_array(array, f"arrays[{name!r}]")) for name, array in arrays.items()}
         if not all(isinstance(name, str) for name in found) or not found:
             raise ValueError("arrays must be a mapping of names to arrays, with one at least")
         timeout_s = timeout_seconds(timeout, COMMIT_TIMEOUT_S)
@@ -181,6 +185,9 @@ class Publisher:
         manifest = Manifest.for_layout(layout_of(arrays))
         stage, before = self._room(manifest, peer)
         try:
+            if any(device_of(array) is not None for array in arrays.values()):
+                arrays = dict(arrays)
+                await peer.threads.do([partial(_bring_to_host, arrays)])
             await peer.threads.do(fill(stage, arrays, self._current, before, id))
         except BaseException:
             stage.close()
@@ -261,3 +268,10 @@ class Publisher:
                     if found.staged is not None:
                         await self._change(peer, staged=None)
                 self._in_doubt = False
+
+
+def _bring_to_host(arrays: dict[str, Any]) -> None:
+    with HostCopies() as copies:
+        for name, array in arrays.items():
+            if type(array) is DeviceArray:
+                arrays[name] = copies.to_host(array, f"arrays[{name!r}]")

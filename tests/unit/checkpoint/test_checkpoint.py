@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gpu_fake_kit import GpuRank, run_gpu
 from group_kit import Group
 
 from asyncdist import checkpoint
 from asyncdist.checkpoint import CheckpointError, Part, files
+from asyncdist.gpu import host_copies
 from asyncdist.testing import run_world
 
 ROWS = 7
@@ -264,3 +266,40 @@ def test_what_is_refused_at_the_call(tmp_path: Path) -> None:
             checkpoint.save({}, tmp_path, keep=0)
 
     run(1, main)
+
+
+@pytest.mark.parametrize("pinned_bytes", [10, 1 << 20])
+def test_arrays_of_gpus_are_saved_as_they_are_at_the_call_and_filled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pinned_bytes: int
+) -> None:
+    monkeypatch.setattr(host_copies, "PINNED_BYTES", pinned_bytes)
+    expected, table = np.arange(15, dtype=np.float32).reshape(5, 3), table_of(1)
+
+    async def save(rank: GpuRank) -> None:
+        own = part(table, rank.group)
+        arrays = {"weights": rank.zeros((5, 3)), "table": Part(rank.array(own.array), own.start, own.rows)}
+        with rank.cuda.runtime.use(rank.stream()):
+            arrays["weights"].set(expected)  # queued, and not waited for
+            saving = checkpoint.save(arrays, tmp_path, group=rank.group)
+            arrays["weights"].set(0)
+        await saving
+
+    async def load(rank: GpuRank) -> None:
+        rows = slice(1, 4)
+        into = {"weights": rank.zeros((5, 3)), "table": Part(rank.array(np.zeros_like(table[rows])), 1, ROWS)}
+        found = await checkpoint.load(tmp_path, into, group=rank.group)
+        assert found is not None
+        assert found.arrays["weights"] is into["weights"]
+        assert (into["weights"].get() == expected).all()
+        assert (into["table"].array.get() == table[rows]).all()
+
+    run_gpu(2, save)
+    run_gpu(3, load)
+
+
+def test_strided_arrays_of_gpus_are_refused_at_the_call(tmp_path: Path) -> None:
+    async def main(rank: GpuRank) -> None:
+        with pytest.raises(ValueError, match="'weights' is not C-contiguous"):
+            checkpoint.save({"weights": rank.zeros((4, 4))[:, :2]}, tmp_path, group=rank.group)
+
+    run_gpu(1, main)

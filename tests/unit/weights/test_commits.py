@@ -13,6 +13,7 @@ from weights_kit import joined, model, serving, version_of
 
 from asyncdist import HashStore, weights
 from asyncdist.errors import ClosedError, StoreTimeoutError
+from asyncdist.testing.fake_cuda import fake_cuda
 from asyncdist.transport.shared_memory.segment import AttachedSegment
 from asyncdist.weights.peer import Peer
 from asyncdist.weights.state import read
@@ -92,6 +93,24 @@ async def test_what_is_served_no_more_is_unmapped_by_a_thread(store, monkeypatch
             await weights.wait_ready("policy", version, store=store, timeout=10)
         await eventually(lambda: unmapped == [(True, "asyncdist-weights")])
         assert version_of(into) == 2
+
+
+async def test_arrays_of_a_gpu_are_published_as_they_are_at_the_call(store):
+    into = {}
+    with fake_cuda(1, mode="threads") as cuda:
+        stream, array = cuda.runtime.new_stream(0), cuda.runtime.empty((2, 3), device=0)
+        async with serving(store.clone(), into), weights.publish("policy", store=store) as publisher:
+            for version in (1, 2):
+                with cuda.runtime.use(stream):
+                    array.set(version)
+                    committing = asyncio.create_task(publisher.commit(version, {"w": array, "b": np.zeros(1)}))
+                    await asyncio.sleep(0)
+                await committing
+                await weights.wait_ready("policy", version, store=store, timeout=10)
+                assert into["w"].shape == (2, 3)
+                assert (into["w"] == version).all()
+            with pytest.raises(ValueError, match=r"arrays\['w'\] is not C-contiguous"):
+                await publisher.commit(3, {"w": array[:, :1]})
 
 
 async def test_what_servers_that_left_have_mapped_is_not_kept_for_them(store):
