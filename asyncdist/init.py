@@ -24,6 +24,7 @@ from asyncdist.group import default_group as context
 from asyncdist.group.core import GroupCore
 from asyncdist.group.mismatch import parse_check
 from asyncdist.group.process_group import ProcessGroup
+from asyncdist.inspect.counts import count_if_wanted
 from asyncdist.inspect.dumps import dump_on_sigterm
 from asyncdist.plan.selection.selector import parse_overrides
 from asyncdist.plan.selection.tuning import Tuning
@@ -159,6 +160,7 @@ class GroupOpening:
             raise ValueError(f"group {name!r} is initialized already: destroy it first, or give another group_name=")
         events.configure_logging()
         dump_on_sigterm()
+        count_if_wanted(os.environ)
         if self._progress == "thread":
             if self._store is not None:
                 self._store = StoreOfLoop(self._store, asyncio.get_running_loop())

@@ -25,6 +25,7 @@ from typing import Any, Final, cast
 
 from asyncdist.arrays.host import decode_meta
 from asyncdist.concurrency.trace import warn
+from asyncdist.inspect.counts import bytes_of, numbers
 from asyncdist.inspect.recorder import (
     ENDED,
     GROUP,
@@ -87,6 +88,7 @@ def document(rank: int, reason: str, *, under_way: bool = False) -> dict[str, An
             for group in groups.values()
         ],
         "clock": _clock(list(groups.values())),
+        "counts": numbers(rank),
         "entries": [_described(entry, wall_s) for entry in entries],
         "threads": _threads(),
         "tasks": {} if under_way else _tasks(group for group in groups.values()),
@@ -187,9 +189,8 @@ def _collective(entry: Entry) -> dict[str, Any]:
     facts: GroupFacts = entry[GROUP]
     tag, sequence = entry[PLACE]
     collective, counts, dtype, root, op, detail = entry[SHAPE]
-    elements = counts if isinstance(counts, int) else sum(counts)
     found = {"tag": tag, "sequence": sequence, "collective": collective, "dtype": dtype.name, "counts": counts}
-    found["bytes"] = elements * dtype.itemsize
+    found["bytes"] = bytes_of(entry)
     if collective in ROOTED:
         found["root"] = facts.ranks[root]
     if op is not None:

@@ -167,7 +167,7 @@ class Recorder:
     def _resize(self) -> None:
         room = max(1, len(self.worlds)) * ENTRIES
         if room != self.entries.maxlen:
-            self.entries = deque(self.entries, room)
+            self.entries = type(self.entries)(self.entries, room)
 
 
 def task_name(loop: asyncio.AbstractEventLoop) -> str | None:
