@@ -39,7 +39,7 @@ def instrument(
         DURATION, "s", "From the call to the end.", explicit_bucket_boundaries_advisory=SECONDS
     )
     moved = meter.create_counter(IO, "By", "Arrays and objects of messages that have ended well.")
-    waited_for = meter.create_counter(WAITED_FOR, "{operation}", "Collectives for which a rank came last.")
+    waited_for = meter.create_counter(WAITED_FOR, "{operation}", "Collectives that waited for a rank last.")
 
     def ended(work: Work[Any]) -> None:
         entry, seconds = work.entry, work.duration

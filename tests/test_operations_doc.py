@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,11 +12,14 @@ import click
 import pytest
 from click.core import ParameterSource
 
+from asyncdist.launch.metrics import METRICS as NODE_METRICS
+from asyncdist.launch.metrics import PREFIX as NODE_PREFIX
 from asyncdist_server.cli import main
 from asyncdist_server.ops.metrics import METRICS, PREFIX
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "docs" / "operations.md").read_text()
+FAMILIES = ((PREFIX, METRICS), (NODE_PREFIX, NODE_METRICS))
 SOURCES = sorted((ROOT / "server" / "asyncdist_server").rglob("*.py"))
 
 
@@ -95,6 +99,29 @@ def test_alerts_ask_for_metrics_that_exist() -> None:
     asked = set(re.findall(rf"{PREFIX}\w+", rules))
     assert asked
     assert asked <= names
+
+
+def test_every_metric_of_a_node_is_documented_with_its_kind_and_labels() -> None:
+    documented = [tuple(row[:3]) for row in rows("| metric of a node | kind | labels | |")]
+    assert documented == [
+        (f"`{NODE_PREFIX}{metric.name}{'_total' * (metric.kind == 'counter')}`", metric.kind, ", ".join(metric.labels))
+        for metric in NODE_METRICS
+    ]
+
+
+def test_the_board_asks_for_metrics_and_labels_that_exist() -> None:
+    known = {prefix + metric.name: metric for prefix, all_ in FAMILIES for metric in all_}
+    panels = json.loads((ROOT / "docs" / "grafana.json").read_text())["panels"]
+    asked = [target["expr"] for panel in panels for target in panel["targets"]]
+    found = set()
+    for expression in asked:
+        for name, suffix in re.findall(rf"({NODE_PREFIX}\w+?)(_total|_bucket|_count|)\b", expression):
+            metric = known[name]
+            assert {"_total": "counter", "": "gauge"}.get(suffix, "histogram") == metric.kind, expression
+            labels = {label.strip() for text in re.findall(r"by \((.*?)\)", expression) for label in text.split(",")}
+            assert labels <= {*metric.labels, "le"}, expression
+            found.add(metric)
+    assert found >= set(NODE_METRICS)
 
 
 def logged() -> Iterator[str]:

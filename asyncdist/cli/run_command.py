@@ -27,6 +27,7 @@ from asyncdist.launch.config import (
     RdzvTimes,
     interface_with,
     parse_endpoint,
+    parse_metrics_port,
     parse_nnodes,
     parse_nproc,
     parse_outage,
@@ -208,6 +209,12 @@ def _unused(name: str, **more: Any) -> Option:
     envvar=["PET_DUMP_DIR", "ASYNCDIST_DUMP_DIR"],
 )
 @_parsed(
+    "--metrics-port",
+    parse=parse_metrics_port,
+    metavar="[HOST:]PORT",
+    help="Serve what the ranks of this node do, for Prometheus, at /metrics of this port; 0 is any free one.",
+)
+@_parsed(
     "-r",
     "--redirects",
     parse=parse_streams,
@@ -323,6 +330,7 @@ def _config(script: str, args: tuple[str, ...], options: dict[str, Any]) -> Laun
                 stderr_needles=options["duplicate_stderr_filters"],
             ),
             dump_dir=options["dump_dir"] or None,
+            metrics=options["metrics_port"],
             ending_signals=options["signals_to_handle"],
             virtual_local_rank=options["virtual_local_rank"],
             first_local_rank=options.get("first_local_rank", 0),

@@ -15,11 +15,11 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Se
 from contextlib import AsyncExitStack, closing, contextmanager
 from functools import partial
 from types import FrameType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from asyncdist.errors import LaunchError
 from asyncdist.launch.attempt import Attempt, AttemptResult, Stage
-from asyncdist.launch.config import ENDING, LaunchConfig
+from asyncdist.launch.config import ENDING, Endpoint, LaunchConfig
 from asyncdist.launch.failure import Failure
 from asyncdist.launch.logs import Logs
 from asyncdist.launch.losses import Losses
@@ -27,6 +27,9 @@ from asyncdist.launch.orphan_killer import OrphanKiller
 from asyncdist.launch.rendezvous.job_store import StorePlace, find_or_host
 from asyncdist.launch.worker import Exit, NodePlace, Roster, Worker, line_prefix, own_device, worker_environment
 from asyncdist.launch.writers import OutputWriter
+
+if TYPE_CHECKING:
+    from asyncdist.launch.metrics import NodeMetrics
 
 _OUTPUT_CLOSE_TIMEOUT_S: Final = 2.0
 """After an interruption: how long a blocked terminal may hold up the exit. Otherwise output is waited for."""
@@ -92,6 +95,7 @@ class NodeAgent:
         self._own: AttemptResult | None = None
         self._killer: OrphanKiller | None = None  # while this node takes part
         self._losses: Losses | None = None  # likewise, if there are other nodes
+        self._metrics: NodeMetrics | None = None
         self._words: set[asyncio.Task[None]] = set()  # that are on their way to other nodes
         self._prepare()
 
@@ -131,10 +135,22 @@ class NodeAgent:
         if self._config.virtual_local_rank:
             own_device(self._config.nproc_per_node - 1, self._environ)  # before other nodes count on this one
         async with AsyncExitStack() as stack:
+            if self._config.metrics is not None:
+                await self._serve_metrics(self._config.metrics, stack)
             place = await find_or_host(self._config, self.say)
             if place.hosted is not None:
                 stack.push_async_callback(asyncio.to_thread, place.hosted.close)
             return await self._take_part(place, stack)
+
+    async def _serve_metrics(self, endpoint: Endpoint, stack: AsyncExitStack) -> None:
+        from asyncdist.launch.metrics import NodeMetrics, documents_of, serve_metrics
+
+        def ask() -> Coroutine[Any, Any, list[dict[str, Any]]]:
+            return documents_of(() if self._attempt is None else self._attempt.pids, self._environ)
+
+        self._metrics = NodeMetrics(ask)
+        address = await stack.enter_async_context(serve_metrics(self._metrics, endpoint))
+        self.say(f"metrics at http://{address}/metrics")
 
     def _begin(self, stack: AsyncExitStack) -> None:
         """Get what this node needs for as long as it takes part."""
@@ -187,6 +203,9 @@ class NodeAgent:
     def _new_attempt(self, number: int, place: NodePlace, on_failure: Callable[[Exit], None]) -> Attempt:
         """The workers of this node, not started yet; `number` counts attempts, or rounds."""
         self.logs.start_attempt(number)
+        if self._metrics is not None:
+            first = place.roster.first_rank
+            self._metrics.begin(range(first, first + place.roster.nproc))
         if self._losses is not None:
             self._losses.forget()
         return Attempt(
@@ -206,6 +225,8 @@ class NodeAgent:
         environment = worker_environment(place, local_rank, attempt, self._config.max_restarts, self._environ)
         if self._config.dump_dir is not None:
             environment["ASYNCDIST_DUMP_DIR"] = self._config.dump_dir
+        if self._metrics is not None:
+            environment["ASYNCDIST_METRICS"] = "1"
         stdout, stderr = self.logs.destinations(local_rank)
         if (folder := self.logs.folder(local_rank)) is not None:
             environment["TORCHELASTIC_ERROR_FILE"] = str(folder / "error.json")

@@ -94,6 +94,11 @@ class Attempt:
         self._signal_all(signum)
 
     @property
+    def pids(self) -> list[int]:
+        """Of the workers that have not ended; each is the leader of a session."""
+        return [worker.pid for worker in self._workers if worker.exit is None]
+
+    @property
     def running_ranks(self) -> list[int]:
         """The ranks of the workers that have not ended."""
         return [worker.rank for worker in self._workers if worker.exit is None]

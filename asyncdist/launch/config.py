@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 import socket
 import sys
@@ -32,6 +33,7 @@ __all__ = [
     "RdzvTimes",
     "interface_with",
     "parse_endpoint",
+    "parse_metrics_port",
     "parse_nnodes",
     "parse_nproc",
     "parse_rdzv_conf",
@@ -98,10 +100,11 @@ class LaunchConfig:
     daemon that already runs (ASYNCDIST_STORE): then no launcher hosts one. `endpoint` is where the nodes meet, and
     where the first of them hosts the store. Neither: this node is alone and hosts on an ephemeral loopback port. `tls`
     holds for every store but one on loopback that is hosted here. `logs` says where the workers' output goes,
-    `dump_dir` where they write what they did before they failed, `ending_signals` which signals to the launcher end
-    the job. With `virtual_local_rank` each worker sees one GPU and is local rank 0. Where several launchers share a
-    host, `first_local_rank` and `local_world_size` count the workers of all. `interface` is the network interface the
-    workers use. A daemon may be away for `store_outage_s` while all nodes are well. All times are seconds.
+    `dump_dir` where they write what they did before they failed, `metrics` where this launcher serves what they do,
+    `ending_signals` which signals to the launcher end the job. With `virtual_local_rank` each worker sees one GPU and
+    is local rank 0. Where several launchers share a host, `first_local_rank` and `local_world_size` count the workers
+    of all. `interface` is the network interface the workers use. A daemon may be away for `store_outage_s` while all
+    nodes are well. All times are seconds.
 
     A node is lost after `lost_after_s` of silence among the launchers. With `min_nodes` the job is elastic: `nnodes`
     are the most it may have, nodes come and go, also after `expelled_after_s` of silence at the store, and `node_rank`
@@ -125,6 +128,7 @@ class LaunchConfig:
     role: str = "default"
     logs: LogSpec = field(default_factory=LogSpec)
     dump_dir: str | None = None
+    metrics: Endpoint | None = None
     ending_signals: tuple[signal.Signals, ...] = ENDING
     virtual_local_rank: bool = False
     first_local_rank: int = 0
@@ -184,6 +188,14 @@ def parse_endpoint(text: str, *, least_port: int = 1) -> Endpoint:
     if not port_text.isascii() or not port_text.isdigit() or not least_port <= int(port_text) <= 65535:
         raise ValueError(f"{port_text!r} in {text!r} is not a port (1..65535)")
     return Endpoint(host, int(port_text))
+
+
+def parse_metrics_port(text: str) -> Endpoint:
+    """Parse `port`, which is on loopback, or `host:port`; 0 is any free port. Raises ValueError for anything else."""
+    match = re.fullmatch(r"(?:(\[.+\]|[^:]+):)?(\d+)", text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is neither a port nor HOST:PORT")
+    return parse_endpoint(f"{match[1] or '127.0.0.1'}:{match[2]}", least_port=0)
 
 
 def usable_cores() -> int:
