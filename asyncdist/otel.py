@@ -6,15 +6,27 @@ Only the API is used, so nothing happens before the program sets an SDK up. See 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
+from opentelemetry import context, propagate
 from opentelemetry.metrics import MeterProvider, get_meter
-from opentelemetry.trace import SpanKind, Status, StatusCode, TracerProvider, get_tracer
+from opentelemetry.trace import (
+    Span,
+    SpanKind,
+    Status,
+    StatusCode,
+    Tracer,
+    TracerProvider,
+    get_tracer,
+    set_span_in_context,
+)
 
 from asyncdist.group.default_group import Group, resolve
 from asyncdist.inspect.counts import SECONDS, size_class
 from asyncdist.inspect.recorder import ENDED, GROUP, NOTE, PEER, PLACE
+from asyncdist.rpc import messages
 from asyncdist.work import Work
 
 DURATION: Final = "asyncdist.operation.duration"
@@ -71,3 +83,47 @@ def instrument(
         span.end(end_ns)
 
     return resolve(group).add_hook(after=ended)
+
+
+def instrument_calls(*, tracer_provider: TracerProvider | None = None) -> Callable[[], None]:
+    """Make a span of each call of `asyncdist.rpc` that this process issues, the parent of what the callee does for it.
+
+    The trace context travels with the call, so every rank that is called must be of this version; one that calls this
+    too has the span as its current one while it serves. Returns a function that ends it.
+    """
+    messages.tracing = tracing = _Calls(get_tracer("asyncdist", "", tracer_provider))
+
+    def remove() -> None:
+        if messages.tracing is tracing:
+            messages.tracing = None
+
+    return remove
+
+
+class _Calls:
+    """See `messages.Tracing`."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+
+    def called(self, name: str, rank: int) -> tuple[dict[str, str], Callable[[Work[Any]], object]]:
+        attributes = {"rpc.system": "asyncdist", "rpc.method": name, "asyncdist.peer": rank}
+        span: Span = self._tracer.start_span(f"asyncdist.rpc {name}", kind=SpanKind.CLIENT, attributes=attributes)
+        carried: dict[str, str] = {}
+        propagate.inject(carried, set_span_in_context(span))
+
+        def ended(call: Work[Any]) -> None:
+            if not call.is_success():
+                span.set_status(Status(StatusCode.ERROR))
+            span.end()
+
+        return carried, ended
+
+    @contextmanager
+    def served(self, carried: dict[Any, Any]) -> Iterator[None]:
+        texts = {name: text for name, text in carried.items() if isinstance(name, str) and isinstance(text, str)}
+        token = context.attach(propagate.extract(texts))
+        try:
+            yield
+        finally:
+            context.detach(token)

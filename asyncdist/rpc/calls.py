@@ -18,6 +18,7 @@ from asyncdist.errors import (
     RemoteError,
     RemoteProtocolError,
 )
+from asyncdist.rpc import messages
 from asyncdist.rpc.messages import (
     ANSWERS,
     CANCEL,
@@ -112,9 +113,13 @@ class Call(Work[Any], Inbox):
     ) -> None:
         agent = callee.agent
         apart: list[Array] = []
-        self._payload: memoryview | None = encode([name, list(args), kwargs], apart=apart)
+        traced = None if messages.tracing is None else messages.tracing.called(name, callee.rank)
+        request = [name, list(args), kwargs] if traced is None else [name, list(args), kwargs, traced[0]]
+        self._payload: memoryview | None = encode(request, apart=apart)
         self._arrays = octets_of(apart)
         super().__init__(agent.loop, "rpc", self._payload.nbytes)
+        if traced is not None:
+            self.add_done_callback(traced[1])
         self._spinner = agent.spinner
         self._callee = callee
         self._name = name

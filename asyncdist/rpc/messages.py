@@ -18,6 +18,8 @@ own, straight from array to array.
 | FAILURE | callee | | kind of exception, its text, traceback | |
 | GONE | callee | it serves no more | | |
 
+A trace context may follow the kwargs.
+
 Every CALL, CREATE and STREAM has exactly one answer that is no ITEM, be it cancelled or not, while both ranks live. So
 both know which calls are under way.
 """
@@ -26,7 +28,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from contextlib import AbstractContextManager
+from typing import Any, Final, Protocol
 
 import numpy as np
 
@@ -35,6 +38,7 @@ from asyncdist.errors import DistError
 from asyncdist.transport.base_mesh import BaseMesh
 from asyncdist.transport.protocol.frame import POINT_TO_POINT, pack_key
 from asyncdist.transport.protocol.operations import Receive, ReceiveState, SendOp, SendState
+from asyncdist.work import Work
 
 CALL, CREATE, STREAM, CANCEL, MORE, RELEASE = range(6)
 RESULT, ITEM, FAILURE, GONE = range(6, 10)
@@ -47,6 +51,20 @@ NO_PAYLOAD: Final = memoryview(b"")
 
 RPC_MARK: Final = 0x7A7A_7A7A_7A7A_7A7A
 """Sets keys apart from those of the group's collectives and messages."""
+
+
+class Tracing(Protocol):
+    """Who makes spans of calls."""
+
+    def called(self, name: str, rank: int) -> tuple[dict[str, str], Callable[[Work[Any]], object]]:
+        """A function of `rank` is called: what travels to it, and what is to be called once the call has ended."""
+
+    def served(self, carried: dict[Any, Any]) -> AbstractContextManager[object]:
+        """In it a call runs here with which this came; whatever that is, it is no error."""
+
+
+tracing: Tracing | None = None
+"""That of this process."""
 
 
 class Keys:

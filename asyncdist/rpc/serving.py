@@ -7,6 +7,7 @@ import inspect
 import struct
 import traceback
 from collections.abc import AsyncIterator, Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from asyncdist.arrays.host import Array
 from asyncdist.arrays.objects import decode, encode
 from asyncdist.errors import ClosedError, DistError, DistNetworkError, PeerLostError, RemoteProtocolError
+from asyncdist.rpc import messages
 from asyncdist.rpc.calls import AHEAD
 from asyncdist.rpc.messages import (
     CALLS,
@@ -120,7 +122,7 @@ class Caller(Inbox):
         apart: list[Array] = []
         value = decode(octets, apart=apart)
         match value:
-            case [str(), list(), dict()] if number not in self.running:
+            case [str(), list(), dict()] | [str(), list(), dict(), dict()] if number not in self.running:
                 pass
             case _:
                 raise RemoteProtocolError("a malformed call")
@@ -140,7 +142,21 @@ class Caller(Inbox):
         else:
             self._fail(number, error)
 
-    def _run(self, kind: int, number: int, target: int, name: str, args: list[Any], kwargs: dict[str, Any]) -> None:
+    def _run(
+        self,
+        kind: int,
+        number: int,
+        target: int,
+        name: str,
+        args: list[Any],
+        kwargs: dict[str, Any],
+        carried: dict[Any, Any] | None = None,
+    ) -> None:
+        tracing = messages.tracing
+        with nullcontext() if carried is None or tracing is None else tracing.served(carried):
+            self._start(kind, number, target, name, args, kwargs)
+
+    def _start(self, kind: int, number: int, target: int, name: str, args: list[Any], kwargs: dict[str, Any]) -> None:
         agent = self.agent
         try:
             if len(self.running) >= agent.max_calls or agent.closing:

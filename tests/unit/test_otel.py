@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,8 @@ import pytest
 from group_kit import Group
 
 import asyncdist as dist
+from asyncdist import rpc
+from asyncdist.rpc import messages
 from asyncdist.testing import run_world
 
 pytest.importorskip("opentelemetry.sdk")
@@ -18,11 +22,11 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import StatusCode
+from opentelemetry.trace import StatusCode, get_current_span
 
 from asyncdist.inspect.counts import SECONDS, size_class
 from asyncdist.inspect.recorder import NOTE
-from asyncdist.otel import DURATION, IO, WAITED_FOR, instrument
+from asyncdist.otel import DURATION, IO, WAITED_FOR, instrument, instrument_calls
 
 
 class Telemetry:
@@ -114,6 +118,58 @@ def test_who_came_last_is_counted() -> None:
             ("all_reduce", 1),
             ("barrier", 1),
         }
+
+
+@rpc.register
+async def spanned() -> int:
+    await asyncio.sleep(1)
+    return get_current_span().get_span_context().span_id
+
+
+@rpc.register
+async def spanned_items() -> AsyncIterator[int]:
+    yield await spanned()
+
+
+def test_a_call_is_the_parent_of_what_its_callee_does() -> None:
+    told = Telemetry()
+
+    async def main(group: Group) -> None:
+        async with rpc.serve():
+            if group.rank:
+                return
+            assert await rpc.call(1, "spanned") == 0
+            remove = instrument_calls(tracer_provider=told.tracers)
+            with told.tracers.get_tracer("program").start_as_current_span("step") as step:
+                there = [await rpc.call(1, "spanned"), *[item async for item in rpc.stream(1, "spanned_items")]]
+                with pytest.raises(dist.RemoteError):
+                    await rpc.call(1, "absent")
+            await asyncio.sleep(0)
+            calls = {span.name: span for span in told.spans()}
+            assert there == [calls[f"asyncdist.rpc {name}"].context.span_id for name in ("spanned", "spanned_items")]
+            assert {span.parent.span_id for span in calls.values() if span.parent} == {step.get_span_context().span_id}
+            failed = calls["asyncdist.rpc absent"]
+            assert failed.status.status_code is StatusCode.ERROR
+            assert dict(failed.attributes)["asyncdist.peer"] == 1
+            assert get_current_span().get_span_context().span_id == 0
+            remove()
+            assert await rpc.call(1, "spanned") == 0
+
+    run_world(2, main)
+
+
+@pytest.mark.parametrize("carried", [{}, {"traceparent": "nonsense"}, {"traceparent": 7, 8: None}])
+def test_a_trace_context_that_is_none_does_no_harm(monkeypatch: pytest.MonkeyPatch, carried: dict[Any, Any]) -> None:
+    remove = instrument_calls()
+    monkeypatch.setattr(messages.tracing, "called", lambda name, rank: (carried, lambda work: None))
+
+    async def main(group: Group) -> int:
+        async with rpc.serve():
+            found: int = await rpc.call(1, "spanned")
+            return found
+
+    assert run_world(2, main) == [0, 0]
+    remove()
 
 
 @pytest.mark.parametrize(
