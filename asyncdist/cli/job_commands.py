@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import time
 from collections.abc import Iterator
@@ -21,17 +23,20 @@ from asyncdist.inspect.endpoint import ALL, NOW
 
 SHOWN_RANKS: Final = 8
 """Of those that an operation waits for."""
+STORE_LIMIT_S: Final = 3.0
+"""How long the store has for an answer, by default: the process that hosts it may be what hangs."""
 COMPUTING: Final = 0.02
 """The part of the time that a thread has the processor, at least, if it computes on a host with much to do."""
 OURS: Final = ("/asyncdist/", "/asyncio/", "/uvloop/", "/selectors.py", "/threading.py", "/runpy", "<frozen ")
 """Parts of the paths of files that are no program's."""
 
+_store_options = functools.partial(store_options, timeout_s=STORE_LIMIT_S)
 _group_option = click.option("--group", default="", help="One world: the group_name of its init_process_group.")
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 @click.command("ps", short_help="Show what each rank of a running job does.")
-@store_options
+@_store_options
 @_group_option
 @_json_option
 def ps_command(target: Target, group: str, as_json: bool) -> None:
@@ -51,7 +56,7 @@ def ps_command(target: Target, group: str, as_json: bool) -> None:
 
 @click.command("stacks", short_help="Show where the tasks and threads of a running job are.")
 @click.argument("rank", type=click.IntRange(min=0), required=False)
-@store_options
+@_store_options
 @_group_option
 @_json_option
 def stacks_command(target: Target, rank: int | None, group: str, as_json: bool) -> None:
@@ -78,14 +83,17 @@ def stacks_command(target: Target, rank: int | None, group: str, as_json: bool) 
 
 
 @click.command("top", short_help="Watch what the ranks of a running job do.")
-@store_options
+@_store_options
 @_group_option
 @click.option("--interval", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Seconds.")
 @click.option("--count", type=click.IntRange(min=1), help="Stop after so many looks.")
 def top_command(target: Target, group: str, interval: float, count: int | None) -> None:
     """Show what `ps` shows, again and again until interrupted."""
     console = table_console()
-    with Live(console=console, screen=console.is_terminal, auto_refresh=False, vertical_overflow="crop") as live:
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        Live(console=console, screen=console.is_terminal, auto_refresh=False, vertical_overflow="crop") as live,
+    ):
         looks = 0
         while True:
             worlds = live_worlds(target, group, NOW)

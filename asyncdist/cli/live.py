@@ -14,7 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import click
+
 from asyncdist.cli.store_target import Target
+from asyncdist.errors import ConnectTimeoutError, DistNetworkError, StoreTimeoutError
 from asyncdist.inspect.ask import Answer, Door, ask_all, doors_here, stub
 from asyncdist.inspect.endpoint import ALL, name_of
 from asyncdist.launch.rendezvous.job_store import LAUNCHERS_NAMESPACE
@@ -43,20 +46,29 @@ class LiveWorld:
 def live_worlds(target: Target, group: str = "", question: bytes = ALL) -> list[LiveWorld]:
     """Ask the jobs of a store, or, where no store is given, those of this user on this host.
 
-    `group` names one world of each, else all are asked. Raises click's exceptions where the store cannot be asked.
+    `group` names one world of each, else all are asked. A store that does not answer is told of, and its ranks on this
+    host are asked. Raises click.ClickException where it refuses, or what is given cannot be followed.
     """
     if target.is_given:
-        found: list[LiveWorld] = []
-        for job in [target.namespace] if target.namespace else _jobs(target):
-            found += target.run_in(job, lambda store, job=job: _asked_by_store(store, job, group, question))  # type: ignore[misc]
-        return found
+        try:
+            return [found for job in _jobs(target) for found in _asked_in(target, job, group, question)]
+        except click.ClickException as error:
+            if not isinstance(error.__cause__, ConnectTimeoutError | DistNetworkError | StoreTimeoutError):
+                raise
+            click.echo(f"{error.message}; asking the ranks of this host", err=True)
     worlds = asyncio.run(_asked_on_this_host(question))
     return [world for world in worlds if group in ("", world.name) and target.namespace in ("", world.job)]
 
 
 def _jobs(target: Target) -> list[str]:
+    if target.namespace:
+        return [target.namespace]
     named = [one.name for one in target.run(lambda store: store.namespaces(), StoreObserver) if one.keys]
     return [name for name in named if name != LAUNCHERS_NAMESPACE][:MAX_JOBS]
+
+
+def _asked_in(target: Target, job: str, group: str, question: bytes) -> list[LiveWorld]:
+    return target.run_in(job, lambda store: _asked_by_store(store, job, group, question))
 
 
 async def _asked_by_store(store: TCPStore, job: str, group: str, question: bytes) -> list[LiveWorld]:

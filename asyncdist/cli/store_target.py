@@ -68,7 +68,7 @@ class Target:
             raise click.ClickException(str(error)) from error
 
 
-def store_options(command: Callable[..., T]) -> Callable[..., T]:
+def store_options(command: Callable[..., T], timeout_s: float = DEFAULT_TIMEOUT_S) -> Callable[..., T]:
     """Give a command these options, and call it with a `Target` as its first argument."""
 
     @functools.wraps(command)
@@ -89,7 +89,14 @@ def store_options(command: Callable[..., T]) -> Callable[..., T]:
         namespace = namespace or os.environ.get("ASYNCDIST_JOB_ID", "")
         return command(Target(where, namespace, token_file, given, timeout), *arguments, **options)
 
-    for option in reversed(_OPTIONS):
+    limit = click.option(
+        "--timeout",
+        type=click.FloatRange(min=0),
+        default=timeout_s,
+        show_default=True,
+        help="Seconds that a command may take, connecting included.",
+    )
+    for option in (limit, *reversed(_OPTIONS)):
         with_target = option(with_target)
     return with_target
 
@@ -111,13 +118,6 @@ _OPTIONS: Final = (
     click.option("--tls-cert", help="TLS: certificate of this client; else ASYNCDIST_TLS_CERT."),
     click.option("--tls-key", help="TLS: its key; else ASYNCDIST_TLS_KEY."),
     click.option("--tls-server-name", help="TLS: name in the daemon's certificate; else ASYNCDIST_TLS_SERVER_NAME."),
-    click.option(
-        "--timeout",
-        type=click.FloatRange(min=0),
-        default=DEFAULT_TIMEOUT_S,
-        show_default=True,
-        help="Seconds that a command may take, connecting included.",
-    ),
 )
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncdist.inspect.endpoint import ALL, LENGTH, NAME, PURPOSE, STATE, may_ask, process_state
+from asyncdist.inspect.job import MAX_RANKS, checked
 from asyncdist_server.serving.sockets import peer_credentials
 from asyncdist_server.wire.auth import MAX_HANDSHAKE_BYTES, AuthenticationError, ClientHandshake
 
@@ -23,6 +24,8 @@ ASK_S: Final = 1.5
 ASKED_TOGETHER: Final = 256
 """Processes asked at a time, so that the usual 1,024 descriptors suffice."""
 MAX_ANSWER_BYTES: Final = 64 << 20
+STOPPED: Final = ("T", "t")
+WHY_STOPPED: Final = "it is stopped (SIGSTOP, or a debugger)"
 HUNG_UP: Final = "it has ended, or its world has"
 _READ_BYTES: Final = 1 << 18
 
@@ -73,8 +76,8 @@ async def ask_all(
     async def ask_neighbor(door: Door) -> None:
         """Another process of the host sees whether one is stopped."""
         said = await ask_one_of(speaking[door.host], door.pid)
-        if said in ("T", "t"):
-            found[door] = Answer((), "stopped", "it is stopped (SIGSTOP, or a debugger)")
+        if said in STOPPED:
+            found[door] = Answer((), "stopped", WHY_STOPPED)
 
     async def ask_one_of(neighbor: Door, pid: int) -> Any:
         said = await _ask(neighbor, token, STATE + b"%d" % pid, limit_s)
@@ -85,26 +88,42 @@ async def ask_all(
 
 
 def _read(said: bytes) -> Answer:
+    """What is no document of a rank is left out."""
+    documents = []
     try:
-        documents = json.loads(said)
-        if isinstance(documents, list) and all(isinstance(one, dict) for one in documents):
-            return Answer(documents)
-    except ValueError:
-        pass
-    return Answer((), "silent", "its answer is malformed")
+        for one in json.loads(said):
+            with contextlib.suppress(ValueError):
+                document = dict(checked(one))
+                if _is_live(document):
+                    documents.append(document)
+    except (ValueError, TypeError, RecursionError):
+        return Answer((), "silent", "its answer is malformed")
+    return Answer(documents)
+
+
+def _is_live(document: dict[str, Any]) -> bool:
+    world = document.get("world")
+    if not isinstance(world, dict) or not isinstance(document.get("job"), str):
+        return False
+    kinds = {"host": str, "pid": int, "loop_turns": bool, "loop_late": float}
+    return (
+        isinstance(world.get("id"), str)
+        and isinstance(world.get("name"), str)
+        and type(world.get("size")) is int
+        and document["rank"] < world["size"] <= MAX_RANKS
+        and all(isinstance(document.get(name), kind) for name, kind in kinds.items())
+    )
 
 
 async def _ask(door: Door, token: str | None, question: bytes, limit_s: float) -> bytes | Answer:
-    pid = 0
     try:
         async with asyncio.timeout(limit_s):
             with await _connect(door) as sock:
                 own = sock.family == socket.AF_UNIX and may_ask(sock)
-                pid = peer_credentials(sock)[0] if own else 0
+                if own and process_state(peer_credentials(sock)[0]) in STOPPED:
+                    return Answer((), "stopped", WHY_STOPPED)
                 return await _converse(sock, token, question, own=own)
     except TimeoutError:
-        if pid and process_state(pid) in ("T", "t"):
-            return Answer((), "stopped", "it is stopped (SIGSTOP, or a debugger)")
         return Answer((), "silent", f"no answer within {limit_s:g} s")
     except _Unheard as unheard:
         return unheard.answer

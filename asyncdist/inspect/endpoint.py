@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 import select
+import signal
 import socket
 import struct
 import sys
@@ -27,7 +28,7 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any, Final
 
-from asyncdist.concurrency.loop import close_in_forked_child
+from asyncdist.concurrency.loop import Place, close_in_forked_child
 from asyncdist.concurrency.trace import info
 from asyncdist.inspect.dumps import document
 from asyncdist.inspect.recorder import RECORDER
@@ -127,6 +128,7 @@ class Endpoint:
                 os.close(fd)
 
     def _run(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are for the program's threads
         pause_s: float | None = None
         while not self._closing:
             try:
@@ -223,7 +225,8 @@ class _Turn:
         self.turned = threading.Event()
         self.turned_s: float | None = None
         self._asked_s = now_s
-        self._thread = getattr(loop, "_thread_id", None) or threading.main_thread().ident
+        place: Place | None = getattr(loop, "place", None)
+        self._thread = place.thread if place else getattr(loop, "_thread_id", None) or threading.main_thread().ident
         self._cpu_s = self._thread_cpu_s()
         with contextlib.suppress(RuntimeError):  # it is closed
             loop.call_soon_threadsafe(self._now)

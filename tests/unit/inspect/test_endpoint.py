@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import random
+import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +18,7 @@ import pytest
 
 from asyncdist.inspect import endpoint as module
 from asyncdist.inspect.ask import Answer, Door, ask_all
+from asyncdist.inspect.dumps import document
 from asyncdist.inspect.endpoint import ALL, MAX_ASKERS, NAME, THREAD, Endpoint
 from asyncdist.transport.listening import listen_tcp, listen_unix
 from asyncdist_server.wire.auth import new_token
@@ -88,11 +92,13 @@ async def test_slow_askers_give_their_places_up(monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_many_ask_at_once_also_for_long_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    documents = [{"rank": 0, "text": "x" * 1_000_000}]
+    facts = {"host": HERE, "pid": 1, "job": "", "loop_turns": True, "loop_late": 0.0, "program": ["x" * 1_000_000]}
+    documents = [document(0, "") | facts | {"world": {"id": "0", "name": "default", "size": 1}}]
     monkeypatch.setattr(Endpoint, "_documents", lambda self, *, under_way: documents)
     with serving() as doors:
         answers = await asyncio.gather(*(asked(doors[i % 2], TOKEN, limit_s=20) for i in range(2 * MAX_ASKERS)))
-    assert answers == [Answer(documents)] * len(answers)
+    programs = [one["program"] for answer in answers for one in answer.documents]
+    assert programs == [facts["program"]] * (2 * MAX_ASKERS)
 
 
 async def test_what_cannot_be_said_does_not_end_the_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,6 +167,25 @@ async def test_whoever_answers_nothing_is_silent_and_whoever_hangs_up_is_gone() 
         hanging_up = asyncio.to_thread(lambda: [server.accept()[0].close() for _ in range(2)])
         answer, _ = await asyncio.gather(asked(door, TOKEN, limit_s=2), hanging_up)
         assert answer.state == "gone"
+
+
+async def test_whoever_says_what_is_no_document_has_said_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for said in [1], [[]], [{"rank": -1}], [document(0, "")], [document(0, "") | {"world": {}, "job": ""}], {"a": 1}:
+        monkeypatch.setattr(Endpoint, "_documents", lambda self, *, under_way, said=said: said)
+        with serving() as (unix, _):
+            assert await asked(unix, TOKEN) == Answer([])
+
+
+async def test_another_rank_of_its_host_tells_that_one_is_stopped() -> None:
+    stopped = subprocess.Popen(["sleep", "60"])  # noqa: ASYNC220 - what it is told, it does at once
+    stopped.send_signal(signal.SIGSTOP)
+    with serving() as (_, tcp), socket.create_server(("127.0.0.1", 0)) as silent, stopped:
+        neighbor = dataclasses.replace(tcp, host="elsewhere")
+        door = Door("elsewhere", stopped.pid, b"", (silent.getsockname(),))
+        alone = dataclasses.replace(door, host="nowhere")
+        answers = await ask_all([neighbor, door, alone], TOKEN, limit_s=0.3)
+        stopped.kill()
+    assert [answers[one].state for one in (neighbor, door, alone)] == ["", "stopped", "silent"]
 
 
 async def test_an_idle_endpoint_uses_no_processor_time() -> None:

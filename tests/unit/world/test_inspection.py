@@ -1,0 +1,102 @@
+"""Where a process listens to be asked, and what a store says of it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+import asyncdist as dist
+from asyncdist.inspect.ask import Answer, Door, ask_all, doors_here
+from asyncdist.transport.addresses import LocalAddress
+from asyncdist.transport.config import TransportConfig
+from asyncdist.world.inspection import Inspection, worlds_of
+from asyncdist_server.wire.auth import new_token
+
+TOKEN = new_token()
+LOOPBACK = LocalAddress(("127.0.0.1",))
+ADVERTISED = LocalAddress(("127.0.0.1",), (("192.0.2.7", 0),))
+"""Other hosts reach it by another address."""
+
+
+def opened(
+    reachable: LocalAddress, token: str | None = TOKEN, environ: Mapping[str, str] | None = None
+) -> Inspection | None:
+    environ = environ or {}
+    return Inspection.open("default", 3, 4, token, reachable, TransportConfig.from_environ(environ), environ)
+
+
+def door_of(inspection: Inspection) -> Door:
+    host, pid, name, endpoints = inspection.door
+    return Door(host, pid, name, tuple(endpoints))
+
+
+async def test_other_hosts_ask_by_tcp() -> None:
+    inspection = opened(ADVERTISED)
+    assert inspection is not None
+    door = door_of(inspection)
+    ((ip, port),) = door.endpoints
+    assert ip == "192.0.2.7"
+    here = replace(door, unix=b"", endpoints=(("127.0.0.1", port),))
+    assert await ask_all([here, door], TOKEN) == {here: Answer([]), door: Answer([])}
+    inspection.close()
+    assert (await ask_all([here], TOKEN))[here].state == "gone"
+
+
+@pytest.mark.parametrize(
+    ("reachable", "token", "environ", "by_tcp"),
+    [
+        (LOOPBACK, TOKEN, {}, False),
+        (ADVERTISED, None, {}, False),
+        (ADVERTISED, TOKEN, {"ASYNCDIST_PORT_RANGE": "21000-21008"}, True),
+        (ADVERTISED, TOKEN, {"ASYNCDIST_PORT_RANGE": "21000-21007"}, False),  # four ranks may need them
+        (ADVERTISED, TOKEN, {"ASYNCDIST_PORT_RANGE": "21000-21002", "LOCAL_WORLD_SIZE": "1"}, True),
+    ],
+)
+def test_a_port_is_taken_where_others_need_it_and_ranks_do_not(
+    reachable: LocalAddress, token: str | None, environ: dict[str, str], by_tcp: bool
+) -> None:
+    inspection = opened(reachable, token, environ)
+    assert inspection is not None
+    assert bool(door_of(inspection).endpoints) is by_tcp
+    if by_tcp and environ:
+        assert door_of(inspection).endpoints[0][1] in range(21000, 21009)
+    inspection.close()
+
+
+def test_worlds_of_a_process_share_an_endpoint_until_the_last_is_closed() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        shares_an_endpoint(folder)
+
+
+def shares_an_endpoint(folder: str) -> None:
+    environ = {"ASYNCDIST_SOCKET_DIR": folder}
+    one, other = opened(LOOPBACK, environ=environ), opened(LOOPBACK, environ=environ)
+    assert one is other is not None
+    one.close()
+    (door,) = (door for door in doors_here(folder) if door.unix.startswith(b"/"))
+    assert door == Door(socket.gethostname(), os.getpid(), door_of(one).unix)
+    one.close()
+    assert not os.listdir(folder)
+
+
+def test_it_is_turned_off_by_a_word_and_others_are_refused() -> None:
+    assert opened(LOOPBACK, environ={"ASYNCDIST_INSPECT": "OFF"}) is None
+    with pytest.raises(ValueError, match="ASYNCDIST_INSPECT='no': use on or off"):
+        opened(LOOPBACK, environ={"ASYNCDIST_INSPECT": "no"})
+
+
+async def test_a_store_knows_the_worlds_that_met_in_it() -> None:
+    store = dist.HashStore()
+    async with dist.init_process_group(store=store, rank=0, world_size=1, group_name="a/b"):
+        (world,) = await worlds_of(store)
+        assert (world.name, world.size, world.ended) == ("a/b", 1, {})
+        assert world.doors[0].pid == os.getpid()
+        answer = (await ask_all(world.doors.values(), None))[world.doors[0]]
+        assert [(one["rank"], one["world"]["name"]) for one in answer.documents] == [(0, "a/b")]
+        assert answer.documents[0]["loop_turns"]
+    assert await worlds_of(store) == []
