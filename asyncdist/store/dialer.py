@@ -21,7 +21,13 @@ from asyncdist.concurrency.trace import emit, info, tracing, warn
 from asyncdist.errors import ConnectTimeoutError, DistStoreError
 from asyncdist.store.credentials import TLSConfig
 from asyncdist.store.pipeline import StoppingError
-from asyncdist.store.store_connection import ByteStream, StoreRefusedError, open_stream, prove
+from asyncdist.store.store_connection import (
+    UNACKNOWLEDGED_MS,
+    ByteStream,
+    StoreRefusedError,
+    open_stream,
+    prove,
+)
 from asyncdist_server.serving.sockets import format_address
 from asyncdist_server.wire.auth import AuthenticationError, ClientHandshake, Refusal, http_answer
 from asyncdist_server.wire.messages import (
@@ -108,6 +114,8 @@ class StoreDialer:
         self.lost: Exception | None = None
         """Why the last connection broke."""
         self.context = context
+        self.unacknowledged_ms = UNACKNOWLEDGED_MS
+        self._turn_of_address = -1
         self._attempt: asyncio.Timeout | None = None  # one try to connect
 
     @property
@@ -225,7 +233,11 @@ class StoreDialer:
         """
         try:
             trouble.connected_at = math.inf
-            stream = await open_stream(self.host, self.port, self.tls, trouble.note_connected)
+            self._turn_of_address += 1  # where there are several, the one that was connected may be lost
+            turn, bound_ms = self._turn_of_address, self.unacknowledged_ms
+            stream = await open_stream(
+                self.host, self.port, self.tls, trouble.note_connected, turn=turn, unacknowledged_ms=bound_ms
+            )
             try:
                 handshake = await prove(stream, self.token, self.context, own_user_only=self.own_user_only)
                 dialled = Dialled(stream, *await _introduce(stream, handshake, hello))

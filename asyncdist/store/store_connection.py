@@ -54,6 +54,9 @@ KEEPALIVE_PROBES: Final = 4
 UNACKNOWLEDGED_MS: Final = 40_000
 """The same when something was sent that nobody acknowledges."""
 
+CONNECT_S: Final = 0.5
+"""An address that does not answer within this is not waited for while there are others."""
+
 
 class StoreRefusedError(DistStoreError):
     """What listens there is no store for this client: another token, version or protocol. To try again is of no use."""
@@ -126,8 +129,13 @@ async def open_stream(
     port: int,
     tls: TLSConfig | ssl.SSLContext | None,
     on_connected: Callable[[], None] = lambda: None,
+    *,
+    turn: int = 0,
+    unacknowledged_ms: int = UNACKNOWLEDGED_MS,
 ) -> ByteStream:
     """Connect to the first address of `host` that accepts, with TLS unless `tls` is None.
+
+    `host` may be several with commas. Which address is the first depends on `turn`; only the last is waited for long.
 
     Raises OSError for a failure that may pass. Raises StoreRefusedError, or AuthenticationError as the daemon says it,
     for a failure that will not. The caller sets the time-out. Cancelling closes the socket.
@@ -135,12 +143,17 @@ async def open_stream(
     loop = asyncio.get_running_loop()
     new_socket = getattr(loop, "new_socket", socket.socket)  # a simulated network has sockets of its own
     problem: OSError = ConnectionRefusedError(f"{host} has no address")
-    for family, kind, proto, _, address in await _resolve(loop, host, port):
+    found = [each for one in host.split(",") for each in await _resolve(loop, one, port)]
+    first = turn % max(1, len(found))
+    for left, (family, kind, proto, _, address) in zip(
+        reversed(range(len(found))), found[first:] + found[:first], strict=True
+    ):
         connection = new_socket(family, kind | socket.SOCK_CLOEXEC, proto)
         try:
             connection.setblocking(False)
-            keep_alive(connection, KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES, UNACKNOWLEDGED_MS)
-            await loop.sock_connect(connection, address)
+            keep_alive(connection, KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES, unacknowledged_ms)
+            async with asyncio.timeout(CONNECT_S if left else None):
+                await loop.sock_connect(connection, address)
             if connection.getsockname() == connection.getpeername():
                 raise ConnectionRefusedError("the socket was connected to itself, nobody listens")
         except OSError as error:

@@ -15,15 +15,18 @@ MEGABITS = 60
 """So slow that a busy machine keeps up."""
 
 
-def start_job(hosts: Namespaces, interfaces: str, steps: int, mebibytes: int) -> None:
-    """Start one rank on each node, which sum vectors of so many MiB; the launchers and the store use `eth0`."""
+def start_job(hosts: Namespaces, interfaces: str, steps: int, mebibytes: int, **environ: str) -> None:
+    """Start one rank on each node, which sum vectors of so many MiB; the launchers and the store use `eth0`.
+
+    `environ` is for the launchers.
+    """
     hosts.start_store()
     ranks = ["env", f"ASYNCDIST_SOCKET_IFNAME={interfaces}", sys.executable, "programs/steps.py"]
     for number, name in enumerate(NODES):
         for network in (1, 2):
             hosts.limit(name, network, MEGABITS)
         options = ["--nnodes", "2", "--node-rank", str(number), "--no-python"]
-        hosts.launch(name, *options, *ranks, str(steps), "0", str(mebibytes << 17), ranks=1)
+        hosts.launch(name, *options, *ranks, str(steps), "0", str(mebibytes << 17), ranks=1, **environ)
 
 
 def assert_all_end_well(hosts: Hosts) -> None:
@@ -54,6 +57,20 @@ def test_when_one_interface_fails_the_other_goes_on(
     hosts.until_said("node0", "step 2$")
     fail(hosts, "node1", network)
     assert_all_end_well(hosts)
+
+
+@pytest.mark.parametrize(("fail", "name"), [(Namespaces.take_down, "node1"), (Namespaces.drop, "node0")])
+def test_launchers_that_use_several_interfaces_go_on_with_one(
+    namespaces_on_three_networks: Namespaces, fail: Callable[[Namespaces, str, int], None], name: str
+) -> None:
+    """After 3 s of silence they would give each other up."""
+    hosts = namespaces_on_three_networks
+    start_job(hosts, "eth1,eth2", 12, 4, ASYNCDIST_SOCKET_IFNAME="eth1,eth2")
+    hosts.until_said("node0", "step 2$")
+    fail(hosts, name, 1)
+    began_s = time.monotonic()
+    assert_all_end_well(hosts)
+    assert time.monotonic() - began_s > 4
 
 
 def test_an_interface_that_is_back_is_used_again(namespaces_on_three_networks: Namespaces) -> None:

@@ -54,6 +54,9 @@ _WORD_TIMEOUT_S: Final = 5.0
 _LOOK_S: Final = 1.0
 """How often a launcher looks which of its workers are stopped. That takes 0.1 ms for a worker, and people stop them."""
 
+_OTHER_INTERFACE_MS: Final = 1000
+"""Where launchers have several interfaces, another one is tried after this: long before they are given up."""
+
 _ANSWER_TIMEOUT_S: Final = 1.0
 """A launcher that is there answers within this: it does nothing but wait."""
 
@@ -82,6 +85,7 @@ class LinkPlace:
     """Where the launchers' own store is, and its key."""
 
     host: str
+    """Several addresses with commas, where several interfaces are used."""
     port: int
     key: str
 
@@ -108,12 +112,13 @@ class LinkHost:
             key = new_token()
             try:
                 address = await local_address(self._job.endpoint.host, self._job.endpoint.port, environ)
-                host = address.ips[0]
+                ips = address.ips[: address.interfaces]
+                host = ips[0] if len(ips) == 1 else "::" if any(":" in ip for ip in ips) else "0.0.0.0"
                 self._server = await _serve(host, ports_from_environ(environ) or range(1), key)
             except (DistError, OSError, ValueError) as error:
                 raise LaunchError(f"this node cannot listen for the launchers of the others: {error}") from error
-            advertised = address.advertised[0][0] if address.advertised else host
-            self._place = LinkPlace(advertised, self._server.port, key)
+            advertised = [ip for ip, _ in address.advertised[: address.interfaces]] or ips
+            self._place = LinkPlace(",".join(advertised), self._server.port, key)
         return self._place
 
     def open(self, place: LinkPlace) -> Awaitable[Store]:
@@ -144,6 +149,8 @@ async def open_link(place: LinkPlace) -> Store:
     from asyncdist.store.tcp_store import TCPStore
 
     store = TCPStore(place.host, place.port, token=place.key, namespace=LAUNCHERS_NAMESPACE, timeout=OPEN_TIMEOUT_S)
+    if "," in place.host:
+        store.dialer.unacknowledged_ms = _OTHER_INTERFACE_MS
     try:
         await store.__aenter__()
     except DistError as error:

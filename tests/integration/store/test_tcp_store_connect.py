@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import re
 import socket
+import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from jobs import free_port
 from waiting import eventually
 
 from asyncdist.errors import ClosedError, ConnectTimeoutError, DistStoreError
-from asyncdist.store import TCPStore, dialer
+from asyncdist.store import TCPStore, dialer, store_connection
 from asyncdist.store.dialer import SILENT_CLOSES
 from asyncdist.testing.store_conformance import task
 from asyncdist_server.serving.threaded import ThreadedServer, serve_in_thread
@@ -109,6 +110,26 @@ async def test_a_store_that_was_there_before_is_not_asked_whether_it_is_another_
             with pytest.raises(BlockingIOError):
                 silent.accept()
         await asyncio.wait([getting])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="127.0.0.2 is an address on Linux only")
+async def test_an_address_that_does_not_answer_is_not_waited_for_while_there_is_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(store_connection, "CONNECT_S", 0.05)
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.2", 0)))
+        port = listener.getsockname()[1]
+        stack.enter_context(socket.create_server(("127.0.0.1", port), backlog=0))
+        for _ in range(4):  # more than it takes: it answers no more
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(("127.0.0.1", port))
+        async with asyncio.timeout(60):
+            for turn in range(3):
+                stream = await store_connection.open_stream("127.0.0.1,127.0.0.2", port, None, turn=turn)
+                assert stream.socket.getpeername()[0] == "127.0.0.2"
+                stream.close()
 
 
 async def test_token_and_tls_are_those_of_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from types import SimpleNamespace
@@ -15,6 +16,8 @@ from asyncdist.errors import DistStoreError, LaunchError
 from asyncdist.launch.rendezvous import links as links_module
 from asyncdist.launch.rendezvous.links import CUT_OFF, LinkHost, LinkPlace, Links, beside, open_link
 from asyncdist.store import HashStore
+from asyncdist.transport import addresses
+from asyncdist.transport.addresses import LocalAddress
 
 LOOPBACK = SimpleNamespace(endpoint=SimpleNamespace(host="127.0.0.1", port=1), interface=None)
 
@@ -45,6 +48,28 @@ async def test_the_others_are_told_the_advertised_address() -> None:
         place = await links.place()
         assert place.host == "192.0.2.7"
         await (await open_link(LinkPlace("127.0.0.1", place.port, place.key))).close()
+    finally:
+        await links.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="127.0.0.2 is an address on Linux only")
+async def test_launchers_of_several_interfaces_are_reached_by_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def two(*_: object) -> LocalAddress:
+        return LocalAddress(("127.0.0.1", "127.0.0.2"), (), 2)
+
+    monkeypatch.setattr(addresses, "local_address", two)
+    links = host()
+    try:
+        place = await links.place()
+        assert place.host == "127.0.0.1,127.0.0.2"
+        async with asyncio.timeout(60), await links.open(place) as store:
+            client: Any = store
+            used = set()
+            for _ in range(2):
+                await store.set("k", "v")
+                used.add(client._connection._socket.getpeername()[0])
+                client._connection._socket.shutdown(socket.SHUT_RDWR)
+            assert used == {"127.0.0.1", "127.0.0.2"}
     finally:
         await links.close()
 
