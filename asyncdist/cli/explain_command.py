@@ -45,6 +45,9 @@ SIZES: Final = (8, *((1 << 10) << step for step in (0, 3, 6, 8, 10, 12, 14, 16, 
 PICTURED_ELEMENTS: Final = 16
 """For each rank, in a picture without --bytes: enough for the cuts of all algorithms."""
 
+GUIDES: Final = ((32, "ring"), (513, "binary_tree"), (MAX_WORLD + 1, "double_tree"))
+"""Guides to NCCL name an algorithm for an all_reduce by the number of GPUs alone: below these."""
+
 _EXPLAINED: Final = tuple(name for name in ALGORITHMS if name not in PRIVATE_COLLECTIVES)
 
 
@@ -151,7 +154,9 @@ def explain_command(
     tables = _size_table(collective, world, every) if len(every) > 1 else _candidate_table(collective, world, every[0])
     console.print(tables)
     notes = [_override_note(collective, every[0], tuning)]
-    notes += [_memory_note(collective, every[0]), _single_copy_note(every[0])] if len(every) == 1 else []
+    if len(every) == 1:
+        notes += [_guides_note(collective, world, every[0])]
+        notes += [_memory_note(collective, every[0]), _single_copy_note(every[0])]
     for note in filter(None, notes):
         console.print(note, highlight=False)
     for line in (*_described(tuning.constants, world, tuning.ranks_per_host, shared=shared), f"constants: {origin}"):
@@ -301,7 +306,10 @@ def _size_table(collective: str, world: int, every: Sequence[_Explained]) -> Tab
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("next best", no_wrap=True)
     table.add_column("takes", justify="right", no_wrap=True)
-    for one in every:
+    guided = [_guided(collective, world, one) for one in every]
+    if guided[0] is not None:
+        table.add_column(f"guides: {guided[0].algorithm}", justify="right", no_wrap=True)
+    for one, named in zip(every, guided, strict=True):
         others = [each for each in one.found if each is not one.chosen]
         second = min(others, key=attrgetter("seconds"), default=None)
         table.add_row(
@@ -311,8 +319,24 @@ def _size_table(collective: str, world: int, every: Sequence[_Explained]) -> Tab
             *_rates(collective, world, one.nbytes, one.chosen),
             second.algorithm if second else "-",
             f"{second.seconds / one.chosen.seconds:.2f}x" if second else "-",
+            *([] if named is None else [f"{named.seconds / one.chosen.seconds:.2f}x"]),
         )
     return table
+
+
+def _guided(collective: str, world: int, one: _Explained) -> Prediction | None:
+    """What guides to NCCL recommend."""
+    name = next(name for below, name in GUIDES if world < below)
+    return next((each for each in one.found if each.algorithm == name and collective == "all_reduce"), None)
+
+
+def _guides_note(collective: str, world: int, one: _Explained) -> str | None:
+    """Set what guides recommend beside what is chosen."""
+    named = _guided(collective, world, one)
+    if named is None:
+        return None
+    ratio = f", predicted to take {named.seconds / one.chosen.seconds:.2f} times as long as {one.chosen.algorithm}"
+    return f"guides to NCCL name {named.algorithm} for so many GPUs{'' if named is one.chosen else ratio}"
 
 
 def _memory_note(collective: str, one: _Explained) -> str | None:

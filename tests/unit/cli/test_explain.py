@@ -251,6 +251,23 @@ def test_what_is_fast_and_not_chosen_is_explained(explain):
     assert "is not chosen since" not in explain("all_to_all", "--world", "4", "--bytes", "1MiB").output
 
 
+@pytest.mark.parametrize(
+    ("world", "named"),
+    [(31, "ring"), (32, "binary_tree"), (512, "binary_tree"), (513, "double_tree"), (MAX_WORLD, "double_tree")],
+)
+def test_what_guides_to_nccl_name_is_set_beside_what_is_chosen(explain, world, named):
+    table = explain("all_reduce", "--world", str(world), "--constants", "nccl").output
+    assert f"guides: {named}" in table
+    one = explain("all_reduce", "--world", str(world), "--constants", "nccl", "--bytes", "8")
+    assert f"guides to NCCL name {named} for so many GPUs, predicted to take" in " ".join(one.output.split())
+    assert "guides" not in explain("broadcast", "--world", str(world)).output
+
+
+def test_guides_that_name_what_is_chosen_have_no_ratio(explain):
+    one = explain("all_reduce", "--world", "8", "--constants", "nccl", "--bytes", "1GiB")
+    assert "guides to NCCL name ring for so many GPUs\n" in one.output
+
+
 def test_overrides_are_mentioned(explain):
     named = explain("all_reduce", "--world", "4", "--bytes", "4", ASYNCDIST_ALGO="all_reduce:ring")
     assert "ASYNCDIST_ALGO names ring" in named.output
