@@ -76,7 +76,7 @@ class Work(Generic[T]):
             reply.set(True)
         for callback in callbacks:
             self._inner._loop.call_soon(self._tell, callback)
-            self._session.thread.owe_turn()
+            self._session.thread.progress_lock.owe_turn()
 
     def _tell(self, callback: Callable[[Work[T]], object]) -> None:
         try:

@@ -7,7 +7,9 @@ that waits for the lock is woken and takes it.
 
 The communication thread runs the loop while nobody waits. When there is nothing to do, it watches the loop's descriptor
 without holding the lock, so that a call need not ask for it. It leaves the lock alone for `GRACE_S` after others had
-it, as they come back soon as a rule.
+it, as they come back soon as a rule. If they always do, it has them run the loop once (`turn_due`). After that it only
+runs what is due, and leaves the lock alone again when something comes, unless something was begun that nobody waits
+for: a peer that calls first is heard just before this rank calls, and would have the lock taken away from that call.
 
 In the main thread signal handlers are put off meanwhile, as what they raise, KeyboardInterrupt perhaps, would leave the
 world half changed. A signal ends the waiting thread's turn, and then its handler is called.
@@ -66,6 +68,8 @@ class ProgressLock:
         self.loop: Any = lendable(self._called)
         self.stopping = False
         """Whether the communication thread ends the loop, and nobody else runs it any more."""
+        self.turn_due = False
+        """Whether who takes the lock is to run the loop once before anything else."""
         self._place: Place = self.loop.place
         self._lock = _thread.allocate_lock()
         self._pid, self._main = os.getpid(), threading.main_thread().ident
@@ -82,7 +86,7 @@ class ProgressLock:
         self._alarm = _thread.allocate_lock()
         self._alarm.acquire()
         self._background = self._seen = 0
-        self._linger_s = LINGER_S
+        self._linger_s = LINGER_S  # 0 after others had the lock
         self._watching = self._sleeping = self._asked = self._urgent = False
 
     def is_mine(self) -> bool:
@@ -155,6 +159,10 @@ class ProgressLock:
         """With the lock: what was begun goes on at once after `give`, though nobody waits for it."""
         self._called_since = True
 
+    def owe_turn(self) -> None:
+        """With the lock: the loop has called others back, who are to be called before it does anything else."""
+        self.turn_due = self._called_since = True
+
     def run_until(self, awaited: Awaited, timeout_s: float) -> None:
         """With the lock: run the loop until `awaited` is answered, a signal comes or `timeout_s` is over."""
         loop = self.loop
@@ -206,7 +214,7 @@ class ProgressLock:
 
     def run(self) -> None:
         """With the lock: run the loop until it is stopped."""
-        self._called_since = False
+        self._called_since = self.turn_due = False
         self.do(self.loop.run_forever)  # which raises SystemExit and KeyboardInterrupt of a function of the user's
 
     def do(self, function: Callable[..., object], *arguments: Any) -> None:
@@ -255,7 +263,9 @@ class ProgressLock:
         """Take the lock, unless others have it, or had it lately and may come back."""
         if self._taken != self._seen and not self._urgent:
             self._seen = self._taken
-            self._alarm.acquire(timeout=GRACE_S)
+            self._linger_s = 0.0
+            if not self._alarm.acquire(timeout=GRACE_S) and self._taken != self._seen:
+                self.turn_due = True
             return False
         if not self._lock.acquire(False):
             self._sleeping = True
@@ -268,6 +278,8 @@ class ProgressLock:
         while self._place.errands:
             self.do(self._place.errands.pop())
         self._seen = self._taken
+        if self._urgent:
+            self._linger_s = max(self._linger_s, LINGER_S)
         self._urgent = self._asked = False
         return True
 
@@ -298,8 +310,13 @@ class ProgressLock:
         if self._watching:
             found = not self._alarm.acquire(False) and poll.poll(timeout_ms)
             self._watching = False
+            if found and not self._linger_s:
+                self._alarm.acquire(timeout=GRACE_S)
             self._alarm.acquire(False)
-            self._linger_s = min(2 * self._linger_s, MOST_LINGER_S) if found else LINGER_S
+            if found:
+                self._linger_s = max(LINGER_S, min(2 * self._linger_s, MOST_LINGER_S))
+            else:
+                self._linger_s = min(self._linger_s, LINGER_S)
 
 
 def _nothing() -> None:

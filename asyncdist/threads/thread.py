@@ -58,7 +58,6 @@ class CommunicationThread:
         self._submitted: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self._context = Context()  # a timer of ours would keep what is in a caller's for as long as it takes
         self._awake = False
-        self._turn_due = False
         self._pid = os.getpid()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._thread = threading.Thread(target=self._run, name="asyncdist communication", daemon=True)
@@ -76,8 +75,7 @@ class CommunicationThread:
         """Take the lock, as `ProgressLock.take`; what was submitted or called before has had its turn then."""
         if not self.progress_lock.take():
             return False
-        if self._submitted or self._turn_due:
-            self._turn_due = False
+        if self._submitted or self.progress_lock.turn_due:
             try:
                 self._work_off()
                 self.progress_lock.run_once()
@@ -113,7 +111,7 @@ class CommunicationThread:
                 result = function(*arguments)
                 done = getattr(result, "_done", None)
                 if done is None:  # it was no operation: to withdraw one, perhaps
-                    self.owe_turn()
+                    self.progress_lock.owe_turn()
                 elif not done:
                     self.progress_lock.owe()
                 return result
@@ -122,11 +120,6 @@ class CommunicationThread:
         reply: Reply[T] = Reply(self)
         self.submit(reply.run, function, arguments)
         return reply.wait()
-
-    def owe_turn(self) -> None:
-        """With the lock: the loop has called others back, who are to be called before it does anything else."""
-        self._turn_due = True
-        self.progress_lock.owe()
 
     def ask(self, function: Callable[..., T], *arguments: Any) -> T:
         """As `call`, for a function that begins nothing and changes nothing."""
@@ -289,8 +282,8 @@ class Reply(Generic[T]):
         elif not spinner.look(work):
             lock.run_until(self, _until(end_s))
             spinner.woken()
-        elif spinner.turn_due():
-            lock.run_once()
+        else:
+            spinner.turn_due()
 
 
 def _until(end_s: float) -> float:

@@ -6,7 +6,9 @@ import asyncio
 import functools
 import os
 import signal
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextvars import Context
 from threading import get_ident
@@ -67,6 +69,54 @@ def test_what_is_called_without_a_turn_of_the_loop_has_one_soon(thread: Communic
     called.clear()
     thread.loop.call_soon_threadsafe(called.set)
     assert called.wait(LIMIT_S)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_what_comes_waits_for_who_had_the_lock_unless_something_was_begun(
+    thread: CommunicationThread, monkeypatch: pytest.MonkeyPatch, begun: bool
+) -> None:
+    """A peer that calls first is heard just before we call: that call must find the lock free."""
+    lock = thread.progress_lock
+    if module.watched(thread.loop) < 0:
+        pytest.skip("the thread runs such a loop as long as nobody asks for the lock")
+    ours, theirs = socket.socketpair()
+    heard: list[int] = []
+    with ours, theirs:
+        complete(thread, who_runs, Context())
+        wait_without_loop(lambda: lock._watching and lock._seen == lock._taken)  # the thread has begun
+        thread.ask(thread.loop.add_reader, ours.fileno(), lambda: heard.append(len(ours.recv(1))))
+        if begun:
+            lock.take()
+            lock.owe()
+            lock.give()
+        wait_without_loop(lambda: lock._watching and lock._seen == lock._taken)
+        monkeypatch.setattr(module, "GRACE_S", LIMIT_S)
+        theirs.send(b"x")
+        if begun:
+            wait_without_loop(lambda: bool(heard))
+        else:
+            wait_without_loop(lambda: not lock._watching)
+            monkeypatch.setattr(lock, "_ask", lambda: False)
+            assert thread.take()
+            assert not heard
+            lock.run_once()
+            assert heard
+            lock.give()
+            lock.call_background()
+        thread.call(thread.loop.remove_reader, ours.fileno())
+
+
+def test_who_always_has_the_lock_runs_the_loop_now_and_then(
+    thread: CommunicationThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complete(thread, who_runs, Context())
+    monkeypatch.setattr(module, "GRACE_S", 0.05)
+    called: list[int] = []
+    thread.ask(thread.loop.call_later, 0.005, lambda: called.append(get_ident()))
+    end_s = time.monotonic() + LIMIT_S
+    while not thread.ask(bool, called) and time.monotonic() < end_s:
+        pass
+    assert called == [get_ident()]
 
 
 def test_the_next_who_waits_goes_on_where_one_ends(thread: CommunicationThread) -> None:
