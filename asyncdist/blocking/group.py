@@ -21,7 +21,7 @@ from asyncdist.group.core import GroupCore, core_of
 from asyncdist.group.non_member import NonMember
 from asyncdist.group.process_group import ProcessGroup as InnerGroup
 from asyncdist.threads.bridge import Bridge, Call, complete, give_up
-from asyncdist.threads.thread import CommunicationThread, Reply, acquire, release
+from asyncdist.threads.thread import CommunicationThread, Reply, acquire, from_here, look_for, release
 from asyncdist.work import Work as InnerWork
 
 __all__ = [
@@ -61,17 +61,36 @@ class Session(Bridge):
         Ctrl-C ends the waiting at once. A send or receive is withdrawn then, unless it has matched; other operations go
         on.
         """
-        reply: Reply[Any] = Reply(self.thread)
-        call = Call(self.thread, reply, self.context.copy(), function, arguments, options, self.adopt)
+        thread, context = self.thread, self.context.copy()
+        call: Call | None = None
         try:
-            return reply.wait(begin=call.begin)
+            if thread.take():  # an operation that is over at once needs no Call: small ones count nanoseconds
+                try:
+                    begun = context.run(function, *arguments, **options)
+                    if isinstance(begun, InnerWork) and look_for(begun) and begun._error is None:
+                        begun._retrieved = True
+                        return begun._result
+                    call = self._call_of(context, function)
+                    work = call.follow(begun)
+                    if not call.reply.answered:
+                        call.reply.run_loop(work)
+                finally:
+                    thread.progress_lock.give()
+                return call.reply.wait()
+            call = self._call_of(context, function, arguments, options)
+            return call.reply.wait(begin=call.begin)
         except ClosedError:
             self.check_open(function)
             raise
-        except BaseException:
-            if not reply.answered:
-                self.thread.submit(self._give_up, call)
+        except BaseException as error:
+            if call is None:
+                raise from_here(error)
+            if not call.reply.answered:
+                thread.submit(self._give_up, call)
             raise
+
+    def _call_of(self, context: Context, function: Callable[..., Any], *given: Any) -> Call:
+        return Call(self.thread, Reply(self.thread), context, function, *given, adopt=self.adopt)
 
     def _give_up(self, call: Call) -> None:
         if call.give_up() and call.work is not None:
@@ -198,11 +217,12 @@ class ProcessGroup:
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         value = getattr(self._inner, name)
-        return _method(self, name, value) if inspect.ismethod(value) else value
+        if inspect.ismethod(value):
+            value = vars(self)[name] = _method(self._session, name, value)
+        return value
 
 
-def _method(group: ProcessGroup, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    session = group._session
+def _method(session: Session, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def call(*arguments: Any, async_op: bool = False, **options: Any) -> Any:

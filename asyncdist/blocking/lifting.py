@@ -7,7 +7,10 @@ import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, ParamSpec, TypeVar
 
+import numpy as np
+
 from asyncdist.api import point_to_point
+from asyncdist.arrays.reduce_op import ReduceOp
 from asyncdist.blocking.group import ProcessGroup, Session, current_session, inner_of, session_of
 from asyncdist.blocking.work import Work, refuse_loop
 from asyncdist.gpu.streams import carried
@@ -16,6 +19,9 @@ from asyncdist.group.team import Reduced
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+PLAIN: Final = frozenset([np.ndarray, ReduceOp, int, type(None)])
+"""Types of arguments that name no group, and are there what they are here."""
 
 _ISSUED: Final = "Issued at the call; returns what is to be waited for at once."
 _COMPLETED: Final = """\
@@ -105,11 +111,14 @@ def _stands_for(function: Callable[..., Any], ends: str) -> Callable[[Callable[P
 
 def _run(how: Callable[..., Any], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     refuse_loop(function.__name__)
-    session = _session(args, kwargs)
+    if not kwargs and PLAIN.issuperset(map(type, args)):  # as a rule; small operations count nanoseconds
+        session = current_session()
+    else:
+        session = _session(args, kwargs)
+        args, kwargs = _arguments(args, kwargs)
     if session is None:
         function(*args, **kwargs)  # raises, as there is no group
         raise AssertionError(f"{function.__name__} found a group where there is none")
-    args, kwargs = _arguments(args, kwargs)
     result = how(session, function, *args, **kwargs)
     return watch(result) if session.core.watches and isinstance(result, Work) else result
 

@@ -96,6 +96,10 @@ class Call:
         except BaseException as error:
             self.reply.set(None, error)
             return None
+        return self.follow(result)
+
+    def follow(self, result: Any) -> Work[Any] | None:
+        """As `begin`, where the function has been called and has returned `result`."""
         if isinstance(result, Work):
             self.work = result
             if result._done:
@@ -104,7 +108,7 @@ class Call:
                 result._listener = self
                 return result
         elif asyncio.isfuture(result):
-            self._follow(result)
+            self._follow_future(result)
         elif inspect.isawaitable(result) and not isinstance(result, ProcessGroup):
             coroutine = result if asyncio.iscoroutine(result) else _await(result)
             self.task = self._thread.start_task(coroutine, self._context, self._task_ended)
@@ -112,7 +116,7 @@ class Call:
             self.reply.set(result if self._adopt is None else self._adopt(result))
         return None
 
-    def _follow(self, future: asyncio.Future[Any]) -> None:
+    def _follow_future(self, future: asyncio.Future[Any]) -> None:
         """Answer at the end of `future`. Requests of stores are futures that look for their reply when awaited."""
         awaited = future.__await__()
         with contextlib.suppress(BaseException):  # it is done then, and says so below

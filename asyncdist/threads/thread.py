@@ -251,8 +251,8 @@ class Reply(Generic[T]):
                 try:
                     work = None if begin is None else begin()
                     begin = None
-                    if not self.answered:
-                        self._run_until(work, end_s)
+                    if not self.answered and (work is None or not look_for(work)):
+                        self.run_loop(work, end_s)
                 finally:
                     thread.progress_lock.give()
             else:
@@ -265,25 +265,34 @@ class Reply(Generic[T]):
                     return None  # type: ignore[return-value]
                 thread.check()
         if self._error is not None:
-            if isinstance(self._error, DistError):
-                self._error.__traceback__ = None  # raised on purpose: nobody asks where in the other thread
-                shorten_if_uncaught(self._error)
             try:
-                raise self._error
+                raise from_here(self._error)
             finally:
                 self._error = None  # it refers to this frame, and so to us
         return self._result  # type: ignore[no-any-return]
 
-    def _run_until(self, work: Work[Any] | None, end_s: float) -> None:
-        lock = self._thread.progress_lock
-        spinner = None if work is None else work._spinner
-        if work is None or spinner is None:
-            lock.run_until(self, _until(end_s))
-        elif not spinner.look(work):
-            lock.run_until(self, _until(end_s))
-            spinner.woken()
-        else:
-            spinner.turn_due()
+    def run_loop(self, work: Work[Any] | None, end_s: float = math.inf) -> None:
+        """With the lock: run the loop for the answer, until `end_s`; it may be the end of `work`."""
+        self._thread.progress_lock.run_until(self, _until(end_s))
+        if work is not None and work._spinner is not None:
+            work._spinner.woken()
+
+
+def from_here(error: BaseException) -> BaseException:
+    """`error`, to be raised in the thread that called: one of ours is raised on purpose, and nobody asks where."""
+    if isinstance(error, DistError):
+        error.__traceback__ = None
+        shorten_if_uncaught(error)
+    return error
+
+
+def look_for(work: Work[Any]) -> bool:
+    """With the lock: look for the end of `work` without running the loop, as awaiting it does; whether it has come."""
+    spinner = work._spinner
+    if work._done or spinner is None or not spinner.look(work):
+        return work._done
+    spinner.turn_due()  # our next call will look again, and turns are the lock's business
+    return True
 
 
 def _until(end_s: float) -> float:
