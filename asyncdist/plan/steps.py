@@ -1,7 +1,8 @@
 """Plan: what one rank sends, receives, reduces and copies for one collective, and in which order.
 
 A plan is a directed acyclic graph of steps over slices of three buffers. It is a pure value: it knows neither arrays
-nor connections, so the same plan is executed (`executor.runner`), proven (`plan.proof`) and timed (`plan.simulation`).
+nor connections, so the same plan is executed (`executor.runner`), timed (`plan.simulation`) and proven
+(`tests/kits/plan_proof`).
 
 Steps are values too: one that is in a plan is not changed. They are not frozen, since they would take three times as
 long to make, and a plan may have a thousand.

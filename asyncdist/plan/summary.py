@@ -3,7 +3,7 @@
 Of `RepeatedSteps` nothing is worked out that is not written.
 
 Lending: an item is a copy of a slice, as a rule. Where no later step of its rank overwrites the slice, or only once all
-who fetch the item have done so (`Publish.shielded`, a claim that `plan.proof` proves), the slice itself can be lent.
+who fetch the item have done so (`Publish.shielded`, a claim that the tests prove), the slice itself can be lent.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A naive interpreter of plans, and the definition of each collective to compare with.
 
-Independent of `plan.proof.verify`. The operation is concatenation of strings, which shows each contribution and its
+Independent of `plan_proof.verify`. The operation is concatenation of strings, which shows each contribution and its
 place; steps that are possible are taken in random order. Sends are buffered, or take place when they are received.
 There is memory for as many items of a rank as its plan says; they are taken away from the oldest on, once they were
 fetched.

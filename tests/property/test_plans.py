@@ -1,6 +1,6 @@
 """Plans run by a naive interpreter, steps in random order, against the definition of each collective.
 
-Independent of `plan.proof.verify`, which must accept the same plans.
+Independent of `plan_proof.verify`, which must accept the same plans.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from fewer_cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_interpreter import check_results, run
+from plan_proof.prove import exchange_problems, private_problems
+from plan_proof.verify import verify, verify_rotated
 
 from asyncdist.plan.algorithms.registry import ALGORITHMS, algorithms, build, ordered_algorithms
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, PRIVATE_COLLECTIVES, Problem
-from asyncdist.plan.proof.prove import exchange_problems, private_problems
-from asyncdist.plan.proof.verify import verify, verify_rotated
 
 EVERY = [(collective, name) for collective in ALGORITHMS for name in algorithms(collective, shared=True)]
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import click
@@ -18,8 +20,10 @@ from rich.table import Table
 from asyncdist.collectives.shared.layout import MAX_LANE_RANKS
 from asyncdist.launch.config import usable_cores
 from asyncdist.plan.algorithms.registry import ALGORITHMS, algorithms, needs_lane
-from asyncdist.plan.proof.prove import MAX_STEPS, Proof, prove
-from asyncdist.plan.proof.symbols import PlanError
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "kits"))
+from plan_proof.prove import MAX_STEPS, Proof, prove
+from plan_proof.symbols import PlanError
 
 __all__ = ["parse_worlds", "prove_command"]
 

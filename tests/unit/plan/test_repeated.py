@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
+from plan_proof.verify import PlanError, verify
 
 from asyncdist.collectives.executor.program import Program, Waiting
 from asyncdist.plan.algorithms.registry import SHARED_ALGORITHMS, build
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, PRIVATE_COLLECTIVES, Problem
-from asyncdist.plan.proof.verify import PlanError, verify
 from asyncdist.plan.steps import Buffer, Copy, Fetch, Gap, Plan, Publish, Recv, RepeatedSteps, Slice, repeats
 from asyncdist.plan.summary import items, needs, peers
 

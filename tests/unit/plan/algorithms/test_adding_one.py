@@ -35,13 +35,14 @@ def _cost(shape):
 ALGORITHMS = (Algorithm("barrier", "star", barrier, _cost, growth=ROUNDS_OF_VECTORS, chunked=False),)
 """
 
+KITS = Path(__file__).parents[3] / "kits"
 USE = """
 from asyncdist.plan.algorithms.registry import build
 from asyncdist.plan.cost.constants import ASYNCIO_TCP
 from asyncdist.plan.problem import Problem
-from asyncdist.plan.proof.verify import verify
 from asyncdist.plan.selection.selector import candidates, parse_overrides
 from asyncdist.plan.simulation.simulate import simulate
+from plan_proof.verify import verify
 
 for world in (1, 2, 5):
     problem = Problem.of("barrier", world, 0)
@@ -60,5 +61,5 @@ def test_one_file_and_its_name_in_the_registry(tmp_path: Path) -> None:
     (folder / "star.py").write_text(STAR)
     registry = folder / "registry.py"
     registry.write_text(registry.read_text().replace("    scan,\n", "    scan,\n    star,\n"))
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{KITS}", "PYTHONDONTWRITEBYTECODE": "1"}
     subprocess.run([sys.executable, "-c", USE], cwd=tmp_path, env=environment, check=True, timeout=60)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from plan_counts import plans_of, received, rounds, sent
+from plan_proof.verify import verify
 
 from asyncdist.plan.algorithms.registry import build
 from asyncdist.plan.problem import Problem
-from asyncdist.plan.proof.verify import verify
 from asyncdist.plan.steps import RecvReduce, Send, Symmetry
 
 COLLECTIVES = ["all_reduce", "reduce_scatter", "all_gather"]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from plan_proof.prove import exchange_problems, private_problems
 
 from asyncdist.plan.algorithms import linear
 from asyncdist.plan.algorithms.registry import algorithms, build, ordered_algorithms
 from asyncdist.plan.chunks import WINDOW
 from asyncdist.plan.problem import Problem
-from asyncdist.plan.proof.prove import exchange_problems, private_problems
 from asyncdist.plan.steps import Buffer, Copy, Recv, RecvReduce, Send, Symmetry
 
 WORLDS = [2, 3, 4, 5, 7, 8, 13, 16, 33]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 from plan_counts import peers, plans_of, received, rounds, sent
+from plan_proof.verify import verify
 
 from asyncdist.plan.algorithms.halving_doubling import Fold
 from asyncdist.plan.algorithms.registry import build
 from asyncdist.plan.chunks import WINDOW
 from asyncdist.plan.problem import Problem
-from asyncdist.plan.proof.verify import verify
 from asyncdist.plan.steps import Recv, RecvReduce, Send
 
 POWERS = [2, 4, 8, 16, 64]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from plan_proof.verify import PlanError, verify
 
 from asyncdist.plan.algorithms.registry import algorithms, build
 from asyncdist.plan.builder import one_by_one
 from asyncdist.plan.problem import Problem
-from asyncdist.plan.proof.verify import PlanError, verify
 from asyncdist.plan.steps import Plan, Recv, Send
 
 CASES = [

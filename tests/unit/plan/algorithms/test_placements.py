@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from plan_proof.prove import BY_PLACEMENT
+from plan_proof.verify import verify
 
 from asyncdist.plan.algorithms.registry import build
 from asyncdist.plan.cost.constants import ASYNCIO
 from asyncdist.plan.problem import Problem
-from asyncdist.plan.proof.prove import BY_PLACEMENT
-from asyncdist.plan.proof.verify import verify
 from asyncdist.plan.selection.selector import choose
 from asyncdist.plan.selection.tuning import Tuning
 from asyncdist.plan.simulation.simulate import simulate

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from plan_interpreter import check_results, run
+from plan_proof.verify import PlanError, verify, verify_rotated
 
 from asyncdist.collectives.shared.items import Pool
 from asyncdist.collectives.shared.layout import MAX_LANE_RANKS
@@ -22,7 +23,6 @@ from asyncdist.plan.algorithms.registry import (
 from asyncdist.plan.algorithms.shared_reduce import Slices
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, PRIVATE_COLLECTIVES, Problem
-from asyncdist.plan.proof.verify import PlanError, verify, verify_rotated
 from asyncdist.plan.selection import prediction
 from asyncdist.plan.selection.prediction import MAX_SHARED_RANKS, largest_item_bytes, shared_chunk_sizes
 from asyncdist.plan.steps import Buffer, Copy, Fetch, FetchReduce, Publish, Slice, Symmetry

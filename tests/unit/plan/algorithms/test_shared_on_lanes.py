@@ -12,13 +12,13 @@ from collections import deque
 
 import pytest
 from plan_interpreter import UNDEFINED, check_results, data
+from plan_proof.prove import exchange_problems, private_problems
 
 from asyncdist.collectives.executor.program import Program
 from asyncdist.collectives.shared.layout import LANE_HEAD_BYTES
 from asyncdist.collectives.shared.runner import Lane
 from asyncdist.plan.algorithms.registry import SHARED_ALGORITHMS, build, ordered_algorithms
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, IN_PLACE, PRIVATE_COLLECTIVES, Problem
-from asyncdist.plan.proof.prove import exchange_problems, private_problems
 from asyncdist.plan.selection.prediction import largest_item_bytes
 from asyncdist.plan.steps import Buffer, Copy, Fetch, FetchReduce, Publish, Reduce
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from plan_interpreter import check_results, run
+from plan_proof.prove import exchange_problems, private_problems
+from plan_proof.verify import PlanError, verify
 
 from asyncdist.plan.algorithms.registry import build
 from asyncdist.plan.problem import PRIVATE_COLLECTIVES, Problem
-from asyncdist.plan.proof.prove import exchange_problems, private_problems
-from asyncdist.plan.proof.verify import PlanError, verify
 from asyncdist.plan.records import NO_LANE, USUAL_LANE
 from asyncdist.plan.selection.selector import choose, parse_overrides, plan_for, plan_id
 from asyncdist.plan.selection.tuning import DEFAULT_TUNING

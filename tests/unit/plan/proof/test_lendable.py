@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from plan_proof.verify import PlanError, verify
 
 from asyncdist.plan.algorithms.registry import build
 from asyncdist.plan.problem import Problem
-from asyncdist.plan.proof.verify import PlanError, verify
 from asyncdist.plan.steps import Buffer, Plan, Publish
 from asyncdist.plan.summary import lendable
 

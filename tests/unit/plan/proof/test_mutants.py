@@ -18,13 +18,13 @@ from itertools import chain
 import pytest
 from plan_interpreter import check_barrier, check_results, run
 from plan_mutants import CLAIMS, MISTAKES, plant
+from plan_proof.prove import exchange_problems, private_problems
+from plan_proof.relabel import Relabelling, rotated_problem
+from plan_proof.verify import PlanError, verify, verify_rotated
 
 from asyncdist.plan.algorithms.registry import ALGORITHMS, algorithms, build
 from asyncdist.plan.chunks import offsets
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, REDUCTIONS, Problem
-from asyncdist.plan.proof.prove import exchange_problems, private_problems
-from asyncdist.plan.proof.relabel import Relabelling, rotated_problem
-from asyncdist.plan.proof.verify import PlanError, verify, verify_rotated
 from asyncdist.plan.steps import Buffer, Copy, Fetch, FetchReduce, Publish, Recv, RecvReduce, Reduce, Send, Symmetry
 
 EVERY = [(collective, name) for collective in ALGORITHMS for name in algorithms(collective, shared=True)]

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import pytest
 from click.testing import CliRunner
+from plan_proof.prove import BY_HOST, MAX_STEPS, SINGLE_COPIES, THOROUGH, families, prove
+from plan_proof.verify import PlanError
 from prove_plans import parse_worlds, prove_command
 
 from asyncdist.plan.algorithms.binary_trees import _Hosts
 from asyncdist.plan.algorithms.registry import ALGORITHMS, algorithms, build
 from asyncdist.plan.problem import Problem
-from asyncdist.plan.proof.prove import BY_HOST, MAX_STEPS, SINGLE_COPIES, THOROUGH, families, prove
-from asyncdist.plan.proof.verify import PlanError
 from asyncdist.plan.steps import Plan, RepeatedSteps
 
 EVERY_COUNT = 9
@@ -111,7 +111,7 @@ def broken(collective, algorithm, change, monkeypatch):
     def build_changed(problem, name, rank, chunk_length):
         return change(build(problem, name, rank, chunk_length), problem)
 
-    monkeypatch.setattr("asyncdist.plan.proof.prove.build", build_changed)
+    monkeypatch.setattr("plan_proof.prove.build", build_changed)
     with pytest.raises(PlanError) as caught:
         prove(collective, algorithm, 5)
     return str(caught.value)
@@ -157,9 +157,9 @@ def test_an_algorithm_that_is_said_to_keep_the_order_of_ranks_must_say_so_itself
 def test_problems_are_left_out_from_one_step_past_the_limit(monkeypatch):
     steps = sum(len(build(Problem.of("scan", 40, 40), "recursive_doubling", rank, 8).steps) for rank in range(40))
     assert steps < MAX_STEPS
-    monkeypatch.setattr("asyncdist.plan.proof.prove.MAX_STEPS", steps)
+    monkeypatch.setattr("plan_proof.prove.MAX_STEPS", steps)
     assert not prove("scan", "recursive_doubling", 40).left_out
-    monkeypatch.setattr("asyncdist.plan.proof.prove.MAX_STEPS", steps - 1)
+    monkeypatch.setattr("plan_proof.prove.MAX_STEPS", steps - 1)
     assert prove("scan", "recursive_doubling", 40).left_out > 0
 
 
@@ -171,11 +171,11 @@ def test_the_command_reports_and_fails_as_it_should(monkeypatch):
     assert "barrier:shared" in result.output
     assert f"{4 * len(algorithms('barrier', shared=True))} problems proven" in result.output
     assert "100 %" in result.output  # no terminal: lines instead of a bar
-    monkeypatch.setattr("asyncdist.plan.proof.prove.build", lambda *_: Plan("barrier", "broken", 0, 1, ()))
+    monkeypatch.setattr("plan_proof.prove.build", lambda *_: Plan("barrier", "broken", 0, 1, ()))
     result = CliRunner().invoke(prove_command, arguments)
     assert result.exit_code == 1
     assert "barrier:dissemination FAILED in a world of 2" in result.output
-    monkeypatch.setattr("asyncdist.plan.proof.prove.build", lambda *_: 1 // 0)
+    monkeypatch.setattr("plan_proof.prove.build", lambda *_: 1 // 0)
     result = CliRunner().invoke(prove_command, arguments)
     assert result.exit_code == 1
     assert "barrier:dissemination FAILED in a world of 1: ZeroDivisionError" in result.output

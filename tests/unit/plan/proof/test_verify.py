@@ -6,12 +6,12 @@ import random
 from dataclasses import replace
 
 import pytest
+from plan_proof.prove import exchange_problems
+from plan_proof.verify import PlanError, verify
 
 from asyncdist.plan.algorithms.registry import ALGORITHMS, algorithms, build, ordered_algorithms
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, REDUCTIONS, Problem
-from asyncdist.plan.proof.prove import exchange_problems
-from asyncdist.plan.proof.verify import PlanError, verify
 from asyncdist.plan.steps import Buffer, Copy, Plan, Recv, RecvReduce, Reduce, Send, Slice, Symmetry
 
 EVERY = [(collective, algorithm) for collective, table in ALGORITHMS.items() for algorithm in table]

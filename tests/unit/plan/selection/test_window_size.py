@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from plan_proof.prove import exchange_problems, private_problems
+from plan_proof.verify import verify
 
 from asyncdist.plan.algorithms.registry import ALGORITHMS, build
 from asyncdist.plan.chunks import WINDOW
 from asyncdist.plan.cost.constants import ASYNCIO, Link
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, Problem
-from asyncdist.plan.proof.prove import exchange_problems, private_problems
-from asyncdist.plan.proof.verify import verify
 from asyncdist.plan.selection.selector import (
     CHUNK_MAX_BYTES,
     CHUNK_MIN_BYTES,

@@ -14,8 +14,6 @@ from typing import Final
 
 from asyncdist.plan.chunks import offsets
 from asyncdist.plan.problem import IN_PLACE, Problem
-from asyncdist.plan.proof.relabel import bases_shift
-from asyncdist.plan.proof.symbols import Expressions, Memory, PlanError, RotatedExpressions, Values, part_of
 from asyncdist.plan.steps import (
     ANYONE,
     Buffer,
@@ -31,6 +29,8 @@ from asyncdist.plan.steps import (
     Slice,
 )
 from asyncdist.plan.summary import Writes, claims
+from plan_proof.relabel import bases_shift
+from plan_proof.symbols import Expressions, Memory, PlanError, RotatedExpressions, Values, part_of
 
 __all__ = ["RotatedRun", "Run"]
 

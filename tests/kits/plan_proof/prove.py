@@ -37,10 +37,10 @@ from typing import Final, TypeAlias
 from asyncdist.plan.algorithms.registry import build, needs_lane, ordered_algorithms
 from asyncdist.plan.algorithms.shared_reduce import SINGLE_COPY_LOOKAHEAD
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, PRIVATE_COLLECTIVES, ROOTED, VECTOR_COLLECTIVES, Problem
-from asyncdist.plan.proof.relabel import Relabelling, rotated_problem
-from asyncdist.plan.proof.symbols import PlanError
-from asyncdist.plan.proof.verify import verify, verify_rotated
 from asyncdist.plan.steps import Plan
+from plan_proof.relabel import Relabelling, rotated_problem
+from plan_proof.symbols import PlanError
+from plan_proof.verify import verify, verify_rotated
 
 __all__ = [
     "BY_HOST",

@@ -15,15 +15,15 @@
    written in vain: it is read before it is overwritten, all of SCRATCH is, and moved elements are written once.
 6. all_reduce: all ranks evaluate the same expression for an element, so results are bit-identical.
 7. What the plan claims holds: a symmetry, block alignment, an order of reduction, and that items are shielded
-   (`proof.run`).
+   (`run`).
 
 `verify_rotated` shows the same from rank 0's plan alone, for plans that are rotations of each other. It compares every
-other rank's plan with rank 0's, renamed (`proof.relabel`): so 1, 3 and 7 hold for it as well. Then it runs rank 0's
-plan for all ranks in step (`run.RotatedRun`). That is one possible execution of all ranks, and by 3 as good as any.
+other rank's plan with rank 0's, renamed (`relabel`): so 1, 3 and 7 hold for it as well. Then it runs rank 0's plan for
+all ranks in step (`run.RotatedRun`). That is one possible execution of all ranks, and by 3 as good as any.
 Plans are made one at a time and thrown away, so that p ranks with p steps each take memory for p steps.
 
-Work is proportional to the steps, whatever the element counts. `proof.prove` says what is proven in which worlds, and
-how; `make prove` does it.
+Work is proportional to the steps, whatever the element counts. `prove` says what is proven in which worlds, and how;
+`make prove` does it.
 """
 
 from __future__ import annotations
@@ -36,9 +36,6 @@ from typing import Final
 
 from asyncdist.plan.chunks import offsets
 from asyncdist.plan.problem import EXCHANGES, REDUCTIONS, Problem
-from asyncdist.plan.proof.relabel import Relabelling, bases_shift, may_rotate
-from asyncdist.plan.proof.run import RotatedRun, Run
-from asyncdist.plan.proof.symbols import PlanError, Values, bits, merged
 from asyncdist.plan.steps import (
     Buffer,
     Copy,
@@ -54,6 +51,9 @@ from asyncdist.plan.steps import (
     Step,
     Symmetry,
 )
+from plan_proof.relabel import Relabelling, bases_shift, may_rotate
+from plan_proof.run import RotatedRun, Run
+from plan_proof.symbols import PlanError, Values, bits, merged
 
 __all__ = ["PlanError", "verify", "verify_rotated"]
 
