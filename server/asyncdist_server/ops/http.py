@@ -36,6 +36,8 @@ MAX_REQUEST_BYTES: Final = 1024
 """Longest body of a request; nothing here has one."""
 SHOWN_CHARACTERS: Final = 200
 """How much of what is wrong with a request is written into the log."""
+END_S: Final = 2.0
+"""How long the end waits for answers under way: a reader that reads nothing holds up no job and no daemon."""
 METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -72,7 +74,7 @@ async def serve_routes(
     application = web.Application(client_max_size=MAX_REQUEST_BYTES, middlewares=[this_host_only])
     for path, handler in routes.items():
         application.router.add_get(path, handler)
-    runner = web.AppRunner(application, access_log=None, logger=logger)
+    runner = web.AppRunner(application, access_log=None, logger=logger, shutdown_timeout=END_S)
     await runner.setup()
     try:
         assert runner.server is not None

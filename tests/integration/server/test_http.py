@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import socket
 import threading
 import time
@@ -26,6 +27,7 @@ from asyncdist_server.journal.group_commit import GroupCommit
 from asyncdist_server.journal.journal import parse_durability
 from asyncdist_server.journal.sqlite_journal import SqliteJournal
 from asyncdist_server.logs import LINES_PER_WINDOW
+from asyncdist_server.ops import http
 from asyncdist_server.ops.http import MAX_HTTP_CONNECTIONS, names_this_host, serve_http
 from asyncdist_server.ops.metrics import METRICS, PREFIX
 from asyncdist_server.torch.wire import Query
@@ -358,6 +360,27 @@ async def test_nothing_can_be_changed(method: str) -> None:
     async with daemon() as (_, address):
         assert (await ask(address, "/metrics", method))[0] == 405
         assert (await ask(address, "/other"))[0] == 404
+        assert await ask(address, "/healthz", "HEAD") == (200, "")
+        assert (await ask(address, "/login"))[0] == 405
+
+
+async def test_an_answer_that_takes_for_ever_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "END_S", 0.1)
+    asked = asyncio.Event()
+
+    async def answer(request: Any) -> Any:
+        asked.set()
+        await asyncio.Event().wait()
+
+    async with http.serve_routes(
+        {"GET /": answer}, "127.0.0.1", 0, logging.Logger("silent", logging.CRITICAL)
+    ) as address:
+        asking = asyncio.ensure_future(ask(address, "/"))
+        await asked.wait()
+        began_s = time.monotonic()
+    assert time.monotonic() - began_s < 10
+    await asyncio.wait([asking])
+    assert asking.exception() is not None
 
 
 @pytest.mark.parametrize(
