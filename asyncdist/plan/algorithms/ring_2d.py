@@ -137,15 +137,20 @@ class _Parts(NamedTuple):
     """Chunks of a piece, which is what travels in rows."""
 
     def block(self, part: int, row: int) -> list[Slice]:
-        """Chunks of one block; both numbers wrap around."""
+        """Chunks of one block; both numbers wrap around. Halves come first and last where rows have longer pieces."""
         number = part % self.length * self.height + row % self.height
-        return cut_blocks(self.starts, number, 1, self.chunk_length) if number + 1 < len(self.starts) else []
+        if number + 1 >= len(self.starts):
+            return []
+        chunks = cut_blocks(self.starts, number, 1, self.chunk_length)
+        if self.together == 1 or len(chunks) < 3:
+            return chunks
+        return [*_halves(chunks[0]), *chunks[1:-1], *_halves(chunks[-1])]
 
     def part(self, part: int, row: int, *, results: bool = False) -> list[Slice]:
         """Pieces of a part: those of the block of `row` and of that before it in turn, then those before, in order.
 
         The column begins with these two: with the one it sends first, and with the one it receives into first. Their
-        first pieces are one chunk each; of `results`, the last one is: the columns' links are idle before and after.
+        pieces grow, and those of the last block of `results` shrink: the columns' links are idle before and after.
         """
         first = part % self.length * self.height
         if first + 1 >= len(self.starts):
@@ -154,22 +159,28 @@ class _Parts(NamedTuple):
             return cut_blocks(self.starts, first, self.height, self.together * self.chunk_length)
         blocks = [self.block(part, row - step) for step in range(self.height)]
         if results:
-            pieces = [*(self._pieces(block) for block in blocks[:-1]), self._pieces(blocks[-1], last=1)]
+            pieces = [*map(self._pieces, blocks[:-1]), self._pieces(blocks[-1][::-1], growing=True)[::-1]]
         else:
-            pieces = [*(self._pieces(block, first=1) for block in blocks[:2]), *map(self._pieces, blocks[2:])]
+            pieces = [*(self._pieces(block, growing=True) for block in blocks[:2]), *map(self._pieces, blocks[2:])]
         first_two = [piece for pair in zip_longest(*pieces[:2]) for piece in pair if piece is not None]
         return [*first_two, *chain.from_iterable(pieces[2:])]
 
-    def _pieces(self, chunks: list[Slice], *, first: int = 0, last: int = 0) -> list[Slice]:
-        """Pieces of a block, of which the `first` and the `last` chunk may be pieces of their own."""
-        end = len(chunks) - last
-        begins = [*range(first), *range(first, end, self.together), *range(end, len(chunks))]
-        return [_joined(chunks[begin:stop]) for begin, stop in pairwise([*begins, len(chunks)])]
+    def _pieces(self, chunks: list[Slice], *, growing: bool = False) -> list[Slice]:
+        """Pieces of a block; `growing`: of one chunk, two, and so on."""
+        begins, size = [0], 1 if growing else self.together
+        while begins[-1] + size < len(chunks):
+            begins.append(begins[-1] + size)
+            size = min(2 * size, self.together)
+        return [_joined(chunks[begin:end]) for begin, end in pairwise([*begins, len(chunks)])]
+
+
+def _halves(chunk: Slice) -> tuple[Slice, ...]:
+    return split(chunk, -(-chunk.length // 2))
 
 
 def _joined(chunks: list[Slice]) -> Slice:
-    """Chunks that follow each other, as one."""
-    return chunks[0]._replace(length=chunks[-1].end - chunks[0].offset)
+    """Chunks that follow each other, in either order, as one."""
+    return chunks[0]._replace(offset=min(chunks[0].offset, chunks[-1].offset), length=sum(one.length for one in chunks))
 
 
 def all_gather(builder: PlanBuilder, problem: Problem, chunk_length: int) -> Plan:

@@ -89,10 +89,10 @@ def test_columns_begin_with_the_first_chunks_of_rows_and_rows_end_with_the_last_
         above, below, beside = (rank - 2) % 6, (rank + 2) % 6, rank ^ 1
         in_row, out, back = of(RecvReduce, beside), of(Send, beside), of(Recv, beside)
         down = of(Send, below)
-        assert [plan.steps[index].target.length for index in in_row[:4]] == [2, 2, 8, 8]
+        assert [plan.steps[index].target.length for index in in_row[:4]] == [1, 1, 3, 3]
         assert [plan.steps[index].after for index in down[:2]] == [(in_row[0],), (in_row[2],)]
         assert plan.steps[of(RecvReduce, above)[0]].after == (in_row[1],)
-        assert plan.steps[out[-1]].source.length == 2
+        assert plan.steps[out[-1]].source.length == 1
         assert plan.steps[out[-1]].after == (of(Recv, above)[-1],)
-        assert len(in_row) == 2 * (1 + 2) + 2  # of three blocks with eight chunks each
-        assert len(back) == 2 + 2 + (1 + 2)
+        assert len(in_row) == 2 * (1 + 1 + 1 + 1) + 3  # of three blocks with six chunks and four halves each
+        assert len(back) == 3 + 3 + (1 + 1 + 1 + 1)
