@@ -3,7 +3,7 @@
 What a live document has besides `inspect.dumps.document`: `loop_turns`, whether its event loop turned when it was
 asked; `loop_late`, the seconds that this took, or takes since it was asked first; `loop_cpu`, of a loop that does not
 turn, the seconds that its thread computed meanwhile; `job`; and `world` (id, name and size). A stub has `state`
-(`joining`, `absent`, `left`, `gone`, `stopped`, `silent`, `refused`) and `why`, and no entries.
+(`joining`, `absent`, `leaving`, `left`, `gone`, `stopped`, `silent`, `refused`) and `why`, and no entries.
 """
 
 from __future__ import annotations
@@ -95,6 +95,8 @@ def _world(job: str, known: FoundWorld, answers: Mapping[Door, Answer]) -> LiveW
             found.documents[rank] = stub(rank, door, Answer((), "gone", "its connection to the store has ended"))
         elif answer.state:
             found.documents[rank] = stub(rank, door, answer)
+        elif known.formed:
+            found.documents[rank] = stub(rank, door, Answer((), "leaving", "it closes its group"))
         else:
             found.documents[rank] = stub(rank, door, Answer((), "joining", "it waits for other ranks to join"))
     return found

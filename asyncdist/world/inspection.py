@@ -112,6 +112,8 @@ class FoundWorld:
 
     name: str
     size: int
+    formed: bool
+    """Whether its ranks have stopped waiting for each other to join."""
     doors: dict[int, Door] = field(default_factory=dict)
     ended: dict[int, str] = field(default_factory=dict)
     """Ranks that have `left`, or are `gone`: their connection to the store has ended."""
@@ -133,7 +135,8 @@ async def worlds_of(store: Store, environ: Mapping[str, str] = os.environ) -> li
     for (name, _, rank, key), packed in zip(infos, said, strict=True):
         prefix = key.rpartition("info/")[0]
         if name not in worlds:
-            worlds[name] = FoundWorld(name, unpacked(await store.get(f"{prefix}terms"))["world_size"])
+            terms = unpacked(await store.get(f"{prefix}terms"))
+            worlds[name] = FoundWorld(name, terms["world_size"], f"{prefix}ready" in keys)
         world = worlds[name]
         world.doors[rank] = _door(unpacked(packed), environ)
         if f"{prefix}left/{rank}" in keys:

@@ -94,7 +94,7 @@ async def test_a_store_knows_the_worlds_that_met_in_it() -> None:
     store = dist.HashStore()
     async with dist.init_process_group(store=store, rank=0, world_size=1, group_name="a/b"):
         (world,) = await worlds_of(store)
-        assert (world.name, world.size, world.ended) == ("a/b", 1, {})
+        assert (world.name, world.size, world.formed, world.ended) == ("a/b", 1, True, {})
         assert world.doors[0].pid == os.getpid()
         answer = (await ask_all(world.doors.values(), None))[world.doors[0]]
         assert [(one["rank"], one["world"]["name"]) for one in answer.documents] == [(0, "a/b")]
