@@ -16,10 +16,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from asyncdist.cli.live import LiveWorld, live_worlds
+from asyncdist.cli.live import live_worlds
 from asyncdist.cli.store_target import Target, store_options
 from asyncdist.cli.tables import show_seconds, table_console
 from asyncdist.inspect.endpoint import ALL, NOW
+from asyncdist.world.live import LiveWorld
 
 SHOWN_RANKS: Final = 8
 """Of those that an operation waits for."""

@@ -1,46 +1,16 @@
-"""Running jobs, asked from outside: one document of each rank, as a dump has it, or a stub that says why there is none.
-
-What a live document has besides `inspect.dumps.document`: `loop_turns`, whether its event loop turned when it was
-asked; `loop_late`, the seconds that this took, or takes since it was asked first; `loop_cpu`, of a loop that does not
-turn, the seconds that its thread computed meanwhile; `job`; and `world` (id, name and size). A stub has `state`
-(`joining`, `absent`, `leaving`, `left`, `gone`, `stopped`, `silent`, `refused`) and `why`, and no entries.
-"""
+"""The running jobs that a command is about."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final
 
 import click
 
 from asyncdist.cli.store_target import Target
 from asyncdist.errors import ConnectTimeoutError, DistNetworkError, StoreTimeoutError
-from asyncdist.inspect.ask import Answer, Door, ask_all, doors_here, stub
-from asyncdist.inspect.endpoint import ALL, name_of
-from asyncdist.launch.rendezvous.job_store import LAUNCHERS_NAMESPACE
-from asyncdist.store import TCPStore
+from asyncdist.inspect.endpoint import ALL
 from asyncdist.store.tcp_store import StoreObserver
-from asyncdist.world.inspection import FoundWorld, worlds_of
-
-MAX_JOBS: Final = 64
-"""Namespaces of a store that are looked at where none is named."""
-NOBODY: Final = Door("", 0)
-
-
-@dataclass
-class LiveWorld:
-    """One world of a job, as it was when it was asked."""
-
-    job: str
-    """ASYNCDIST_JOB_ID of its ranks, which is the namespace of its keys; empty for none."""
-    name: str
-    """The `group_name` of its `init_process_group`."""
-    size: int
-    documents: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """By rank. From a store all ranks are there, from a host those that run on it."""
+from asyncdist.world.live import LiveWorld, asked_by_store, asked_on_this_host, jobs_of
 
 
 def live_worlds(target: Target, group: str = "", question: bytes = ALL) -> list[LiveWorld]:
@@ -56,72 +26,15 @@ def live_worlds(target: Target, group: str = "", question: bytes = ALL) -> list[
             if not isinstance(error.__cause__, ConnectTimeoutError | DistNetworkError | StoreTimeoutError):
                 raise
             click.echo(f"{error.message}; asking the ranks of this host", err=True)
-    worlds = asyncio.run(_asked_on_this_host(question))
+    worlds = asyncio.run(asked_on_this_host(question))
     return [world for world in worlds if group in ("", world.name) and target.namespace in ("", world.job)]
 
 
 def _jobs(target: Target) -> list[str]:
     if target.namespace:
         return [target.namespace]
-    named = [one.name for one in target.run(lambda store: store.namespaces(), StoreObserver) if one.keys]
-    return [name for name in named if name != LAUNCHERS_NAMESPACE][:MAX_JOBS]
+    return target.run(jobs_of, StoreObserver)
 
 
 def _asked_in(target: Target, job: str, group: str, question: bytes) -> list[LiveWorld]:
-    return target.run_in(job, lambda store: _asked_by_store(store, job, group, question))
-
-
-async def _asked_by_store(store: TCPStore, job: str, group: str, question: bytes) -> list[LiveWorld]:
-    known = [world for world in await worlds_of(store) if group in ("", world.name)]
-    doors = [door for world in known for door in world.doors.values()]
-    answers = await ask_all(doors, store.dialer.token, question)
-    return [_world(job, world, answers) for world in known]
-
-
-def _world(job: str, known: FoundWorld, answers: Mapping[Door, Answer]) -> LiveWorld:
-    found = LiveWorld(job, known.name, known.size)
-    for rank in range(known.size):
-        door = known.doors.get(rank)
-        if door is None:
-            found.documents[rank] = stub(rank, NOBODY, Answer((), "absent", "it has not joined"))
-            continue
-        answer, ended = answers[door], known.ended.get(rank, "")
-        own = [one for one in answer.documents if one.get("rank") == rank and one["world"]["name"] == known.name]
-        if own:
-            found.documents[rank] = own[0]
-        elif ended == "left":
-            found.documents[rank] = stub(rank, door, Answer((), "left", "it has closed its group"))
-        elif ended and answer.state in ("gone", "silent"):
-            found.documents[rank] = stub(rank, door, Answer((), "gone", "its connection to the store has ended"))
-        elif answer.state:
-            found.documents[rank] = stub(rank, door, answer)
-        elif known.formed:
-            found.documents[rank] = stub(rank, door, Answer((), "leaving", "it closes its group"))
-        else:
-            found.documents[rank] = stub(rank, door, Answer((), "joining", "it waits for other ranks to join"))
-    return found
-
-
-async def _asked_on_this_host(question: bytes) -> list[LiveWorld]:
-    doors = doors_here(os.environ.get("ASYNCDIST_SOCKET_DIR", "").strip())
-    answers = await ask_all(doors, None, question)
-    worlds: dict[str, LiveWorld] = {}
-    for document in (document for answer in answers.values() for document in answer.documents):
-        world = document["world"]
-        found = worlds.setdefault(world["id"], LiveWorld(document["job"], world["name"], world["size"]))
-        found.documents[document["rank"]] = document
-    for door, answer in answers.items():
-        if answer.state not in ("", "gone"):
-            for world in worlds.values():
-                rank = _rank_of(door, world)
-                if rank is not None and rank not in world.documents:
-                    world.documents[rank] = stub(rank, door, answer)
-    return list(worlds.values())
-
-
-def _rank_of(door: Door, world: LiveWorld) -> int | None:
-    """The rank of that world which is to be asked there, by the name of its socket; None if there is none."""
-    for rank in range(world.size):
-        if name_of(world.job, world.name, rank).encode() in door.unix:
-            return rank
-    return None
+    return target.run_in(job, lambda store: asked_by_store(store, job, group, question))

@@ -1,0 +1,101 @@
+"""Running jobs, asked from outside: one document of each rank, as a dump has it, or a stub that says why there is none.
+
+What a live document has besides `inspect.dumps.document`: `loop_turns`, whether its event loop turned when it was
+asked; `loop_late`, the seconds that this took, or takes since it was asked first; `loop_cpu`, of a loop that does not
+turn, the seconds that its thread computed meanwhile; `job`; and `world` (id, name and size). A stub has `state`
+(`joining`, `absent`, `leaving`, `left`, `gone`, `stopped`, `silent`, `refused`) and `why`, and no entries.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from asyncdist.inspect.ask import Answer, Door, ask_all, doors_here, stub
+from asyncdist.inspect.endpoint import ALL, name_of
+from asyncdist.launch.rendezvous.job_store import LAUNCHERS_NAMESPACE
+from asyncdist.store import TCPStore
+from asyncdist.world.inspection import FoundWorld, worlds_of
+
+MAX_JOBS: Final = 64
+"""Namespaces of a store that are looked at where none is named."""
+NOBODY: Final = Door("", 0)
+
+
+@dataclass
+class LiveWorld:
+    """One world of a job, as it was when it was asked."""
+
+    job: str
+    """ASYNCDIST_JOB_ID of its ranks, which is the namespace of its keys; empty for none."""
+    name: str
+    """The `group_name` of its `init_process_group`."""
+    size: int
+    documents: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """By rank. From a store all ranks are there, from a host those that run on it."""
+
+
+async def jobs_of(observer: TCPStore) -> list[str]:
+    """The namespaces of a store that are jobs'. Raises DistError."""
+    named = [one.name for one in await observer.namespaces() if one.keys]
+    return [name for name in named if name != LAUNCHERS_NAMESPACE][:MAX_JOBS]
+
+
+async def asked_by_store(store: TCPStore, job: str, group: str, question: bytes = ALL) -> list[LiveWorld]:
+    """Ask the ranks of a job's worlds, whose keys are in `store`; `group` names one of them. Raises DistError."""
+    known = [world for world in await worlds_of(store) if group in ("", world.name)]
+    doors = [door for world in known for door in world.doors.values()]
+    answers = await ask_all(doors, store.dialer.token, question)
+    return [_world(job, world, answers) for world in known]
+
+
+def _world(job: str, known: FoundWorld, answers: Mapping[Door, Answer]) -> LiveWorld:
+    found = LiveWorld(job, known.name, known.size)
+    for rank in range(known.size):
+        door = known.doors.get(rank)
+        if door is None:
+            found.documents[rank] = stub(rank, NOBODY, Answer((), "absent", "it has not joined"))
+            continue
+        answer, ended = answers[door], known.ended.get(rank, "")
+        own = [one for one in answer.documents if one.get("rank") == rank and one["world"]["name"] == known.name]
+        if own:
+            found.documents[rank] = own[0]
+        elif ended == "left":
+            found.documents[rank] = stub(rank, door, Answer((), "left", "it has closed its group"))
+        elif ended and answer.state in ("gone", "silent"):
+            found.documents[rank] = stub(rank, door, Answer((), "gone", "its connection to the store has ended"))
+        elif answer.state:
+            found.documents[rank] = stub(rank, door, answer)
+        elif known.formed:
+            found.documents[rank] = stub(rank, door, Answer((), "leaving", "it closes its group"))
+        else:
+            found.documents[rank] = stub(rank, door, Answer((), "joining", "it waits for other ranks to join"))
+    return found
+
+
+async def asked_on_this_host(question: bytes = ALL) -> list[LiveWorld]:
+    """Ask the ranks of this user's processes on this host."""
+    doors = doors_here(os.environ.get("ASYNCDIST_SOCKET_DIR", "").strip())
+    answers = await ask_all(doors, None, question)
+    worlds: dict[str, LiveWorld] = {}
+    for document in (document for answer in answers.values() for document in answer.documents):
+        world = document["world"]
+        found = worlds.setdefault(world["id"], LiveWorld(document["job"], world["name"], world["size"]))
+        found.documents[document["rank"]] = document
+    for door, answer in answers.items():
+        if answer.state not in ("", "gone"):
+            for world in worlds.values():
+                rank = _rank_of(door, world)
+                if rank is not None and rank not in world.documents:
+                    world.documents[rank] = stub(rank, door, answer)
+    return list(worlds.values())
+
+
+def _rank_of(door: Door, world: LiveWorld) -> int | None:
+    """The rank of that world which is to be asked there, by the name of its socket; None if there is none."""
+    for rank in range(world.size):
+        if name_of(world.job, world.name, rank).encode() in door.unix:
+            return rank
+    return None
