@@ -22,9 +22,9 @@ import contextlib
 import os
 import random
 import secrets
-from collections.abc import Awaitable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self, TypeVar
 
 import msgpack
 import numpy as np
@@ -32,7 +32,7 @@ import numpy as np
 from asyncdist.arrays.host import Array
 from asyncdist.concurrency import trace as events
 from asyncdist.concurrency.tasks import ended, uninterrupted
-from asyncdist.errors import DistError, PeerLostError, RemoteProtocolError
+from asyncdist.errors import DistError, PeerLostError, RemoteProtocolError, WatchCompactedError
 from asyncdist.messages.work import PairWork, RecvArrayWork, RecvWork, SendWork
 from asyncdist.store import Lease, PrefixStore, Store, TCPStore
 from asyncdist.transport.addresses import PeerAddress, host_id, local_address
@@ -46,7 +46,9 @@ from asyncdist.weights.staging import Ref, Stage, Threads, new_memory
 from asyncdist.work import Work
 from asyncdist_server.wire.auth import derive_key, load_token
 
-__all__ = ["Member", "Peer", "members_of", "view_of"]
+__all__ = ["Member", "Peer", "followed_values", "members_of", "values_of", "view_of"]
+
+T = TypeVar("T")
 
 RANKS: Final = 1 << 16
 """Peers of a name at one time. Numbers are taken again after so many, when those who had them are long forgotten."""
@@ -134,6 +136,21 @@ async def members_of(view: Store, ranks: Sequence[int] | None = None) -> dict[in
         if member is not None:
             found[int(key.removeprefix("members/"))] = member
     return found
+
+
+async def followed_values(view: Store, prefix: str, decode: Callable[[bytes], T]) -> AsyncGenerator[dict[str, T]]:
+    """What the keys below `prefix` hold now, by key, and again after each change."""
+    while True:
+        async with view.watch(prefix) as watch:
+            values = await values_of(view, await view.list_keys(prefix))
+            found = {key: decode(value) for key, value in values.items()}
+            with contextlib.suppress(WatchCompactedError):
+                while True:
+                    yield found
+                    event = await anext(watch)
+                    found.pop(event.key, None)
+                    if event.kind == "set":
+                        found[event.key] = decode(event.value)
 
 
 class _Refusal(Exception):

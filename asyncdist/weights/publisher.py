@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from types import TracebackType
 from typing import Any, Final, Self
@@ -15,14 +15,14 @@ from asyncdist.arrays.host import Array
 from asyncdist.concurrency.deadline import Timeout, timeout_seconds
 from asyncdist.concurrency.integers import as_int
 from asyncdist.concurrency.tasks import uninterrupted
-from asyncdist.errors import ClosedError, DistError, WatchCompactedError
+from asyncdist.errors import ClosedError, DistError
 from asyncdist.gpu.host_copies import HostCopies
 from asyncdist.gpu.streams import carried
 from asyncdist.store import Store
 from asyncdist.store.base import checked_integer
 from asyncdist.store.member import default_name
 from asyncdist.weights.manifest import Manifest, WeightsError, layout_of
-from asyncdist.weights.peer import Member, Peer, members_of
+from asyncdist.weights.peer import Member, Peer, followed_values
 from asyncdist.weights.staging import Ref, Stage, fill, new_memory
 from asyncdist.weights.state import State, change, read
 
@@ -231,22 +231,14 @@ class Publisher:
 
     async def _all_staged(self, peer: Peer, ref: Ref) -> None:
         """Wait until every subscriber that lives has staged `ref`. Raises WeightsError if one cannot serve it."""
-        while True:
-            async with peer.view.watch("members/") as watch:
-                members = await members_of(peer.view)
-                with contextlib.suppress(WatchCompactedError):
-                    while self._waited_for(members, ref):
-                        event = await anext(watch)
-                        rank = int(event.key.removeprefix("members/"))
-                        member = Member.unpack(event.value) if event.kind == "set" else None
-                        members.pop(rank, None)
-                        if member is not None:
-                            members[rank] = member
+        async with contextlib.aclosing(followed_values(peer.view, "members/", Member.unpack)) as every:
+            async for members in every:
+                if not self._waited_for(members.values(), ref):
                     return
 
-    def _waited_for(self, members: Mapping[int, Member], ref: Ref) -> list[Member]:
+    def _waited_for(self, members: Iterable[Member | None], ref: Ref) -> list[Member]:
         """Subscribers that have not staged `ref`. One that serves nothing yet, while others do, cannot refuse it."""
-        subscribers = [member for member in members.values() if member.subscribes]
+        subscribers = [member for member in members if member is not None and member.subscribes]
         for member in subscribers:
             if member.failed == ref.id and (member.serves or self._state.committed is None):
                 raise WeightsError(

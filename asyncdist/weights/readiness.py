@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 
 from asyncdist.concurrency.deadline import INHERIT, Timeout, timeout_seconds
-from asyncdist.errors import StoreTimeoutError, WatchCompactedError
+from asyncdist.errors import StoreTimeoutError
 from asyncdist.store import Store
-from asyncdist.weights.peer import values_of, view_of
+from asyncdist.weights.peer import followed_values, values_of, view_of
 
 
 async def ready(name: str, *, store: Store) -> dict[str, int]:
@@ -32,18 +32,12 @@ async def wait_ready(
     found: dict[str, int] = {}
     try:
         async with asyncio.timeout(timeout_seconds(timeout, store.timeout)):
-            while True:
-                async with view.watch("ready/") as watch:
-                    values = await values_of(view, await view.list_keys("ready/"))
-                    with contextlib.suppress(WatchCompactedError):
-                        while True:
-                            found = {one: number for one, number in _versions(values).items() if number >= version}
-                            if len(found) >= count:
-                                return found
-                            event = await anext(watch)
-                            values.pop(event.key, None)
-                            if event.kind == "set":
-                                values[event.key] = event.value
+            async with contextlib.aclosing(followed_values(view, "ready/", bytes)) as every:
+                async for values in every:
+                    found = {one: number for one, number in _versions(values).items() if number >= version}
+                    if len(found) >= count:
+                        return found
+        raise AssertionError("the store's changes have no end")
     except TimeoutError as error:
         if isinstance(error, StoreTimeoutError):
             raise
