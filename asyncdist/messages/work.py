@@ -290,7 +290,7 @@ class RecvWork(PairWork):
                 return
         self.nbytes = receive.nbytes
         entry = self.entry
-        if entry is not None:
+        if entry is not None and (receive.meta is not receive.expects or source != self.peer):
             entry[PEER], entry[NBYTES], entry[SHAPE] = source, receive.nbytes, receive.meta
         self._source = source if self._number is None else self._number(source)
         self._finish(self._source)
