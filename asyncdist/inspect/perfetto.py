@@ -16,6 +16,8 @@ from typing import Any, Final
 from asyncdist.inspect.timeline import Clock, Document, clocks, collectives, messages
 
 BEGIN, END, INSTANT, COUNTER = 1, 2, 3, 4
+_LAST_S: Final = 1e10
+"""What is later is no time, but something else in a broken dump."""
 _NOT_SHOWN: Final = frozenset({"kind", "operation", "issued", "ended"})
 _BYTES: Final = 3
 _ORDERED: Final = 3
@@ -54,8 +56,11 @@ class _Rank:
         """`leaves` and `arrives` are the arrows at the beginning and end of entries, by their `id`."""
         yield _packet(60, _field(1, self._track) + _field(2, self._name) + _field(11, _ORDERED))
         changes: list[tuple[float, int]] = []
-        for entry in sorted(self._document["entries"], key=lambda one: float(one["issued"])):
-            begin_s, end_s = entry["issued"] - self._ahead_s, entry.get("ended", float("inf")) - self._ahead_s
+        timely = [
+            one for one in self._document["entries"] if 0 <= one["issued"] <= one.get("ended", _LAST_S) <= _LAST_S
+        ]
+        for entry in sorted(timely, key=lambda one: float(one["issued"])):
+            begin_s, end_s = entry["issued"] - self._ahead_s, entry.get("ended", _LAST_S) - self._ahead_s
             what = _field(23, entry["operation"]) + b"".join(_arguments(entry))
             if entry["kind"] == "event":
                 yield _event(self._track, INSTANT, begin_s, what)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from jobs import free_port, start_ranks
+from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
 from waiting import PATIENCE_S
 
 from asyncdist.cli import main
@@ -180,3 +181,39 @@ asyncio.run(main())
 """
     with job("closed", code, size=2) as ranks:
         assert [rank.wait(30) for rank in ranks] == [0, 0], [rank.stderr.read() for rank in ranks if rank.stderr]
+
+
+EXCHANGE = """
+async def main():
+    async with dist.init_process_group() as group:
+        x = np.ones(3)
+        for _ in range(5):
+            await group.all_reduce(x)
+            await (group.send(x, 1, tag=7) if group.rank == 0 else group.recv(x, 0, tag=7))
+        print("ready", flush=True)
+        await asyncio.sleep(60)
+dist.run(main())
+"""
+
+
+def test_the_timeline_of_a_running_job_has_its_operations_and_sends_before_receives(tmp_path: Path) -> None:
+    out = tmp_path / "job.pftrace"
+    with serve_in_thread() as server, job("timeline", EXCHANGE, 2, ASYNCDIST_STORE=f"127.0.0.1:{server.port}"):
+        assert "2 ranks" in invoke("trace", "--namespace", "timeline", "-o", out).stdout
+    names: dict[str, int] = {}
+    flows: dict[int, list[tuple[int, int]]] = {}
+    for packet in Trace.FromString(out.read_bytes()).packet:
+        event = packet.track_event
+        if event.type == TrackEvent.TYPE_SLICE_BEGIN:
+            names[event.name] = names.get(event.name, 0) + 1
+        for number in event.flow_ids:
+            flows.setdefault(number, []).append((packet.timestamp, 0))
+        for number in event.terminating_flow_ids:
+            flows[number].append((packet.timestamp, 1))
+    assert names.items() >= {"all_reduce": 10, "send": 5, "recv": 5}.items()
+    arrows = [ends for ends in flows.values() if ends[-1][1]]
+    assert len(arrows) == 5
+    assert all(sent < received for (sent, _), (received, _) in arrows)
+    result = CliRunner().invoke(main, ["trace", "--namespace", "no such job", "-o", str(out)])
+    assert result.exit_code == 1
+    assert "what runs: none" in result.output

@@ -143,8 +143,8 @@ def compared(rank: int, ahead_s: float) -> dict[str, Any]:
 def test_times_of_another_host_are_corrected() -> None:
     made = {"kind": "event", "group": "default", "group_id": "aa", "operation": "group of 2 made", "issued": 0.5}
     documents = [
-        document(0, [made, message("send", 1, 1.0, 1.1)], clock=compared(1, -100.0)),
-        document(1, [made, message("recv", 0, -99.5, -98.7)]),
+        document(0, [made, message("send", 1, 1.0, 1.1)], clock=compared(1, 100.0)),
+        document(1, [made, message("recv", 0, 100.5, 101.3)]),
     ]
     shown = Timeline(b"".join(trace(documents)))
     ((sent, got),) = map(sorted, shown.flows.values())
@@ -203,3 +203,10 @@ def test_the_command_reads_a_folder_of_dumps(tmp_path: Path) -> None:
     result = CliRunner().invoke(cli, ["trace", str(tmp_path / "empty")])
     assert result.exit_code == 1
     assert "no dump" in result.output
+
+
+@pytest.mark.parametrize(("issued", "ended"), [(float("nan"), 1.0), (float("inf"), None), (1e300, 1e300), (-1.0, 1.0)])
+def test_what_is_no_time_is_left_out(issued: float, ended: float | None) -> None:
+    documents = [document(0, [message("send", 1, issued, ended), message("send", 1, 1.0, 2.0)])]
+    (one,) = Timeline(b"".join(trace(documents))).slices
+    assert one["end"] == 2_000_000_000
