@@ -62,35 +62,34 @@ class Session(Bridge):
         on.
         """
         thread, context = self.thread, self.context.copy()
-        call: Call | None = None
+        reply: Reply[Any] | None = None
         try:
-            if thread.take():  # an operation that is over at once needs no Call: small ones count nanoseconds
-                try:
-                    begun = context.run(function, *arguments, **options)
-                    if isinstance(begun, InnerWork) and look_for(begun) and begun._error is None:
-                        begun._retrieved = True
-                        return begun._result
-                    call = self._call_of(context, function)
-                    work = call.follow(begun)
-                    if not call.reply.answered:
-                        call.reply.run_loop(work)
-                finally:
-                    thread.progress_lock.give()
-                return call.reply.wait()
-            call = self._call_of(context, function, arguments, options)
-            return call.reply.wait(begin=call.begin)
+            if not thread.take():
+                reply = Reply(thread)
+                call = Call(thread, reply, context, function, arguments, options, self.adopt)
+                return reply.wait(begin=call.begin)
+            try:
+                begun = context.run(function, *arguments, **options)
+                if isinstance(begun, InnerWork) and look_for(begun) and begun._error is None:
+                    begun._retrieved = True
+                    return begun._result  # without a Reply and a Call: small operations count nanoseconds
+                reply = Reply(thread)
+                call = Call(thread, reply, context, function, adopt=self.adopt)
+                work = call.follow(begun)
+                if not reply.answered:
+                    reply.run_loop(work)
+            finally:
+                thread.progress_lock.give()
+            return reply.wait()
         except ClosedError:
             self.check_open(function)
             raise
         except BaseException as error:
-            if call is None:
-                raise from_here(error)
-            if not call.reply.answered:
+            if reply is None:
+                from_here(error)
+            elif not reply.answered:
                 thread.submit(self._give_up, call)
             raise
-
-    def _call_of(self, context: Context, function: Callable[..., Any], *given: Any) -> Call:
-        return Call(self.thread, Reply(self.thread), context, function, *given, adopt=self.adopt)
 
     def _give_up(self, call: Call) -> None:
         if call.give_up() and call.work is not None:

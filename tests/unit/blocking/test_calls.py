@@ -83,6 +83,15 @@ def test_torchs_calling_conventions(alone: dist.ProcessGroup) -> None:
     assert objects == [{"list": [1]}]
 
 
+def test_what_is_over_at_once_takes_no_detour(alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    dist.barrier()
+    monkeypatch.setattr("asyncdist.blocking.group.Call", None)
+    dist.barrier()
+    dist.all_reduce(np.ones(1))
+    alone.all_reduce(np.ones(1))
+    assert alone.all_reduce is alone.all_reduce
+
+
 def test_groups_are_handles(alone: dist.ProcessGroup) -> None:
     assert dist.get_default_group() == alone
     assert hash(dist.get_default_group()) == hash(alone)
