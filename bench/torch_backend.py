@@ -4,10 +4,13 @@
 
 | row | is |
 | --- | --- |
-| all_reduce | a float32 tensor, `dist.all_reduce(tensor)`; a sample is the slowest rank's time after a barrier |
+| all_reduce | a float32 tensor, `dist.all_reduce(tensor)`, short ones several at a stretch, as in OSU's benchmarks |
 | awaited | the same by `await asyncdist.all_reduce(array)`, in a world of its own: what the way through torch adds |
 | objects | `broadcast_object_list` and `all_gather_object` of 1 KiB, as inference engines use on CPU groups |
 | DDP | a step of a model of 25 M parameters, less the same step within `no_sync()` |
+
+A sample is the time of the slowest rank after a barrier. Ranks leave that some 100 us apart, which operations at a
+stretch share. `alone` is one of 4 B after such a barrier, with what its ranks have to wait for each other.
 
 Every rank is a process of its own with one torch thread, and gloo uses the interface ``lo``.
 """
@@ -40,9 +43,13 @@ LAYERS, WIDTH = 6, 2041
 """25 M parameters: six layers of 2041 x 2041 and their biases."""
 
 
+STRETCH = {4: 50, 64 << 10: 20, 1 << 20: 5}
+"""How many operations of a size are timed together; of others, one."""
+
+
 def samples_for(nbytes: int, scale: float) -> int:
     """How many samples of an operation of that size."""
-    return max(5, int(scale * (1000 if nbytes <= 1 << 16 else 200 if nbytes <= 1 << 20 else 20)))
+    return max(5, int(scale * (200 if nbytes <= 1 << 20 else 20)))
 
 
 class Rank:
@@ -81,13 +88,22 @@ class Rank:
                     took[name].append(seconds)
         return {name: statistics.median(each) for name, each in took.items()}
 
+    def all_reduce(self, tensor: Any, group: Any, count: int) -> None:
+        """`count` operations, one after the other."""
+        for _ in range(count):
+            self.dist.all_reduce(tensor, group=group)
+
     def rows(self) -> Iterator[tuple[str, dict[str, float]]]:
         """What is measured, by name and backend."""
         size = self.dist.get_world_size()
         for nbytes in SIZES:
-            tensor = self.torch.zeros(nbytes // 4)
-            starts = {name: partial(self.dist.all_reduce, tensor, group=group) for name, group in self.groups.items()}
-            yield f"all_reduce {format_bytes(nbytes)}", self.in_turns(starts, samples_for(nbytes, self.scale))
+            tensor, count = self.torch.zeros(nbytes // 4), STRETCH.get(nbytes, 1)
+            starts = {name: partial(self.all_reduce, tensor, group, count) for name, group in self.groups.items()}
+            took = self.in_turns(starts, samples_for(nbytes, self.scale))
+            yield f"all_reduce {format_bytes(nbytes)}", {name: seconds / count for name, seconds in took.items()}
+        tensor = self.torch.zeros(1)
+        starts = {name: partial(self.all_reduce, tensor, group, 1) for name, group in self.groups.items()}
+        yield "all_reduce 4 B, alone", self.in_turns(starts, samples_for(4, self.scale))
         value = b"x" * OBJECT_BYTES
 
         def broadcast(group: Any) -> None:
@@ -131,14 +147,15 @@ class Rank:
 
     async def awaited(self) -> float:
         """Seconds of an awaited all_reduce of 4 B."""
-        took = []
+        took, count = [], STRETCH[4]
         async with aio.init_process_group() as group:
             array = self.torch.zeros(1).numpy()
             for _ in range(samples_for(4, self.scale)):
                 await group.barrier()
                 began = time.perf_counter()
-                await group.all_reduce(array)
-                took.append(time.perf_counter() - began)
+                for _ in range(count):
+                    await group.all_reduce(array)
+                took.append((time.perf_counter() - began) / count)
         return self.slowest(statistics.median(took))
 
 
