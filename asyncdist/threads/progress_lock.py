@@ -7,9 +7,10 @@ that waits for the lock is woken and takes it.
 
 The communication thread runs the loop while nobody waits. When there is nothing to do, it watches the loop's descriptor
 without holding the lock, so that a call need not ask for it. It leaves the lock alone for `GRACE_S` after others had
-it, as they come back soon as a rule. If they always do, it has them run the loop once (`turn_due`). After that it only
-runs what is due, and leaves the lock alone again when something comes, unless something was begun that nobody waits
-for: a peer that calls first is heard just before this rank calls, and would have the lock taken away from that call.
+it, as they come back soon as a rule; if it finds them there then, it has them run the loop once (`turn_due`). After
+that it only runs what is due, and leaves the lock alone again when something comes, unless something was begun that
+nobody waits for: a peer that calls first is heard just before this rank calls, and would have the lock taken away from
+that call.
 
 In the main thread signal handlers are put off meanwhile, as what they raise, KeyboardInterrupt perhaps, would leave the
 world half changed. A signal ends the waiting thread's turn, and then its handler is called.
@@ -264,9 +265,11 @@ class ProgressLock:
         if self._taken != self._seen and not self._urgent:
             self._seen = self._taken
             self._linger_s = 0.0
-            if not self._alarm.acquire(timeout=GRACE_S) and self._taken != self._seen:
-                self.turn_due = True
-            return False
+            if self._alarm.acquire(timeout=GRACE_S):
+                return False
+            if self._lock.locked():
+                self.turn_due |= self._taken != self._seen
+                return False
         if not self._lock.acquire(False):
             self._sleeping = True
             if not self._lock.acquire(False):

@@ -106,17 +106,28 @@ def test_what_comes_waits_for_who_had_the_lock_unless_something_was_begun(
         thread.call(thread.loop.remove_reader, ours.fileno())
 
 
-def test_who_always_has_the_lock_runs_the_loop_now_and_then(
-    thread: CommunicationThread, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_loop_runs_now_and_then_though_others_always_come_back(thread: CommunicationThread) -> None:
     complete(thread, who_runs, Context())
-    monkeypatch.setattr(module, "GRACE_S", 0.05)
     called: list[int] = []
     thread.ask(thread.loop.call_later, 0.005, lambda: called.append(get_ident()))
     end_s = time.monotonic() + LIMIT_S
     while not thread.ask(bool, called) and time.monotonic() < end_s:
         pass
-    assert called == [get_ident()]
+    assert called
+
+
+def test_who_is_found_with_the_lock_is_to_run_the_loop_next(thread: CommunicationThread) -> None:
+    complete(thread, who_runs, Context())
+    lock, end_s = thread.progress_lock, time.monotonic() + LIMIT_S
+    assert lock.take()
+    while not lock.turn_due and time.monotonic() < end_s:
+        lock.give()
+        assert lock.take()
+    assert lock.turn_due
+    called: list[int] = []
+    thread.loop.call_soon(called.append, 1)
+    lock.give()
+    assert thread.ask(bool, called)
 
 
 def test_the_next_who_waits_goes_on_where_one_ends(thread: CommunicationThread) -> None:
