@@ -83,6 +83,11 @@ class GroupBackends:
         """See `inspect.recorder.Recorded`."""
         return self._world.mesh.describe(rank).partition(": ")[2]
 
+    def stopped(self, rank: int) -> bool:
+        """See `inspect.recorder.Recorded`."""
+        memory = self._world.mesh.memory
+        return memory is not None and memory.stopped(rank)
+
     def describe(self) -> str:
         """`aio`, or `cpu:aio,cuda:nccl path nccl` once GPU arrays have come, for the group's repr."""
         if self.devices is None:

@@ -21,10 +21,11 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from asyncdist.arrays.host import decode_meta
 from asyncdist.concurrency.trace import warn
+from asyncdist.inspect import stacks
 from asyncdist.inspect.counts import bytes_of, numbers
 from asyncdist.inspect.recorder import (
     ENDED,
@@ -55,10 +56,6 @@ SLOW_S: Final = 15.0
 """How long an operation waits before a line of the log says for whom, unless ASYNCDIST_SLOW_S says otherwise."""
 ROOTED: Final = frozenset({"broadcast", "reduce", "gather", "scatter"})
 
-LINES_KEPT: Final = 50
-"""Of the stack of a thread or of a task."""
-TASKS_KEPT: Final = 1000
-
 _written: dict[Path, int] = {}
 
 
@@ -73,6 +70,10 @@ def document(rank: int, reason: str, *, under_way: bool = False) -> dict[str, An
         entries = _newest(entries)
     groups = {id(entry[GROUP]): entry[GROUP] for entry in entries if entry[GROUP] is not None}
     groups |= {id(world): world for world in RECORDER.worlds if world.rank == rank}
+    operations = {id(entry): _described(entry, wall_s) for entry in entries}
+    waiting = {each: told for each, told in operations.items() if "ended" not in told}
+    threads, places = stacks.threads(waiting)
+    tasks, awaits = stacks.tasks(() if under_way else _loops(groups.values()), waiting)
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -89,9 +90,12 @@ def document(rank: int, reason: str, *, under_way: bool = False) -> dict[str, An
         ],
         "clock": _clock(list(groups.values())),
         "counts": numbers(rank),
-        "entries": [_described(entry, wall_s) for entry in entries],
-        "threads": _threads(),
-        "tasks": {} if under_way else _tasks(group for group in groups.values()),
+        "entries": [operations[id(entry)] for entry in entries],
+        "stopped": _stopped(groups.values(), waiting.values()),
+        "threads": threads,
+        "tasks": tasks,
+        "places": places,
+        "awaits": awaits,
     }
 
 
@@ -106,38 +110,18 @@ def _clock(groups: Sequence[GroupFacts]) -> dict[str, Any]:
     return {"host": host, "compared": compared}
 
 
-def _threads() -> dict[str, list[str]]:
-    """Where each thread is, its innermost line first."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    found = {}
-    for ident, innermost in sys._current_frames().items():
-        lines: list[str] = []
-        frame = cast(FrameType | None, innermost)
-        while frame is not None and len(lines) < LINES_KEPT:
-            lines.append(_line(frame))
-            frame = frame.f_back
-        found[f"{names.get(ident, 'unknown')} ({ident})"] = lines
-    return found
+def _stopped(groups: Iterable[GroupFacts], operations: Iterable[Mapping[str, Any]]) -> list[int]:
+    """Ranks of this host that operations wait for and whose processes are stopped."""
+    waited_for = {rank for told in operations for rank in (*told.get("waiting_for", ()), told.get("peer", -1))}
+    backends = list(filter(None, (group.group() for group in groups)))
+    return sorted(rank for rank in waited_for if rank >= 0 and any(each.stopped(rank) for each in backends))
 
 
-def _tasks(groups: Iterable[GroupFacts]) -> dict[str, list[str]]:
-    """Where each task of the groups' event loops waits, its innermost line first."""
-    found = {}
+def _loops(groups: Iterable[GroupFacts]) -> set[asyncio.AbstractEventLoop]:
+    """Those of the groups, and that of a program whose groups are in the communication thread."""
+    own = asyncio._get_running_loop()
     backends = filter(None, (group.group() for group in groups))
-    for loop in {backend.loop for backend in backends}:
-        with contextlib.suppress(RuntimeError):  # the loop's thread makes tasks meanwhile
-            for task in list(asyncio.all_tasks(loop))[:TASKS_KEPT]:
-                lines: list[str] = []
-                waiting = cast(Any, task.get_coro())
-                while (frame := getattr(waiting, "cr_frame", None)) is not None:
-                    lines.append(_line(frame))
-                    waiting = waiting.cr_await
-                found[f"{task.get_name()} ({id(task):x})"] = lines[::-1][:LINES_KEPT]
-    return found
-
-
-def _line(frame: FrameType) -> str:
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_qualname}"
+    return {backend.loop for backend in backends} | ({own} if own is not None else set())
 
 
 def _copy() -> list[Entry]:

@@ -22,13 +22,21 @@ AFTERMATH_S: Final = 60.0
 """What a process writes so soon after another dump shows what came of the failure, and no more what led to it."""
 
 STATES: Final = {
+    "absent": "it has not joined",
+    "joining": "it waits for other ranks to join",
+    "left": "it has closed its group",
     "stopped": "its process is stopped, by SIGSTOP or a debugger",
     "gone": "its process has ended",
     "silent": "it does not answer",
+    "refused": "it refuses to answer",
     "undumped": "it has left no dump",
 }
-"""Of a rank that says nothing; such a document is a stub of `rank` and `state`, and has no entries."""
+"""Of a rank that says nothing. Such a document is a stub: `rank`, `state`, perhaps `why`, and no entries."""
 
+_PARTS: Final[Mapping[str, type]] = {
+    **dict.fromkeys(("entries", "groups", "stopped"), list),
+    **dict.fromkeys(("threads", "tasks", "places", "awaits"), dict),
+}
 _FIELDS: Final[Mapping[str, Mapping[str, type]]] = {
     "collective": {"group": str, "group_id": str, "tag": int, "sequence": int, "collective": str},
     "message": {"group": str, "group_id": str, "tag": int, "peer": int},
@@ -37,8 +45,8 @@ _FIELDS: Final[Mapping[str, Mapping[str, type]]] = {
 }
 _OPTIONAL: Final[Mapping[str, type | tuple[type, ...]]] = {
     **dict.fromkeys(("site", "function", "task", "error", "awaited_at"), str),
-    **dict.fromkeys(("root", "last", "bytes"), int),
-    **dict.fromkeys(("waiting_for", "stopped"), list),
+    **dict.fromkeys(("root", "last", "bytes", "peer"), int),
+    **dict.fromkeys(("waiting_for", "waiters"), list),
     "ended": (int, float),
 }
 
@@ -60,8 +68,13 @@ class Job:
 
     @property
     def missing(self) -> dict[int, str]:
-        """The state of each rank that says nothing: one of `STATES`."""
+        """The state of each rank that says nothing, as a rule one of `STATES`."""
         return {rank: document["state"] for rank, document in self.documents.items() if "state" in document}
+
+    def told(self, rank: int) -> str:
+        """Why a rank says nothing."""
+        document = self.documents[rank]
+        return STATES.get(document["state"]) or str(document.get("why") or document["state"])
 
     @classmethod
     def read(cls, folder: Path) -> Job:
@@ -104,13 +117,16 @@ def checked(document: object) -> Document:
         number = document.setdefault(name, 0)
         if type(number) is not int or not 0 <= number <= MAX_RANKS:
             raise ValueError(f"{name} is {number!r:.40}")
-    for name, kind in {"entries": list, "groups": list, "threads": dict, "tasks": dict, "awaits": dict}.items():
+    for name, kind in _PARTS.items():
         if not isinstance(document.setdefault(name, kind()), kind):
             raise ValueError(f"{name} is no {kind.__name__}")
     if not isinstance(document.get("time"), int | float):
         raise ValueError("it has no time")
+    document["stopped"] = [rank for rank in document["stopped"] if isinstance(rank, int)]
     document["entries"] = list(filter(_is_entry, document["entries"]))
     document["groups"] = list(filter(_is_group, document["groups"]))
+    for name in ("places", "awaits"):
+        document[name] = {key: place for key, place in document[name].items() if _is_place(place)}
     return document
 
 
@@ -119,8 +135,19 @@ def _is_entry(entry: object) -> bool:
         return False
     needed: dict[str, Any] = {"operation": str, "issued": (int, float), **_FIELDS[entry["kind"]]}
     optional = {name: kind for name, kind in _OPTIONAL.items() if name in entry}
-    return all(isinstance(entry.get(name), kind) for name, kind in {**needed, **optional}.items()) and all(
-        isinstance(rank, int) for name in ("waiting_for", "stopped") for rank in entry.get(name, ())
+    return (
+        all(isinstance(entry.get(name), kind) for name, kind in {**needed, **optional}.items())
+        and all(isinstance(rank, int) for rank in entry.get("waiting_for", ()))
+        and all(isinstance(text, str) for name in ("waiters", "keys") for text in entry.get(name, ()))
+    )
+
+
+def _is_place(place: object) -> bool:
+    return (
+        isinstance(place, dict)
+        and all(isinstance(place.get(name, ""), str) for name in ("site", "function", "call", "waits"))
+        and isinstance(place.get("tasks", []), list)
+        and all(isinstance(task, str) for task in place.get("tasks", ()))
     )
 
 

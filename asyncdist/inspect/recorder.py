@@ -25,6 +25,7 @@ __all__ = [
     "ISSUED",
     "NBYTES",
     "NOTE",
+    "OURS",
     "PEER",
     "RECORDER",
     "SHAPE",
@@ -37,7 +38,7 @@ __all__ = [
 ENTRIES: Final = 2000
 """Operations remembered of each rank: two seconds of a thousand a second, in some 600 KB."""
 
-_OURS: Final = frozenset({"asyncdist", "asyncio", "concurrent", "uvloop"})
+OURS: Final = frozenset({"asyncdist", "asyncdist_server", "asyncio", "concurrent", "uvloop"})
 # asyncio's own is a function of Python before 3.12, and a message counts nanoseconds.
 _current_task: Final[Callable[[asyncio.AbstractEventLoop], asyncio.Task[Any] | None]] = (
     asyncio.current_task if sys.version_info >= (3, 12) else vars(asyncio.tasks)["_current_tasks"].get
@@ -77,6 +78,9 @@ class Recorded(Protocol):
 
     def transport_to(self, rank: int) -> str:
         """What carries the messages to and from global rank `rank`."""
+
+    def stopped(self, rank: int) -> bool:
+        """Whether the process of global rank `rank` is known to be stopped, by a signal or by a debugger."""
 
 
 class GroupFacts:
@@ -123,7 +127,7 @@ class Recorder:
     def caller(self) -> Site | None:
         """The line of the program that called us: the innermost that is none of ours or of the event loop's."""
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and (frame.f_globals.get("__package__") or "").partition(".")[0] in _OURS:
+        while frame is not None and (frame.f_globals.get("__package__") or "").partition(".")[0] in OURS:
             frame = frame.f_back
         return None if frame is None else (frame.f_code, frame.f_lasti)
 
