@@ -15,6 +15,7 @@ __all__ = ["SuggestingGroup", "completion_command", "main", "token_command"]
 
 _COMMANDS: Final = {
     "completion": ("asyncdist.cli", "completion_command"),
+    "doctor": ("asyncdist.cli.why_commands", "doctor_command"),
     "explain": ("asyncdist.cli.explain_command", "explain_command"),
     "flight-record": ("asyncdist.cli.flight_record_command", "flight_record_command"),
     "manifest": ("asyncdist.cli.manifest_command", "manifest_group"),
@@ -27,6 +28,7 @@ _COMMANDS: Final = {
     "top": ("asyncdist.cli.job_commands", "top_command"),
     "trace": ("asyncdist.cli.trace_command", "trace_command"),
     "tune": ("asyncdist.cli.tune_command", "tune_command"),
+    "why": ("asyncdist.cli.why_commands", "why_command"),
 }
 
 

@@ -1,0 +1,292 @@
+"""The wait-for graph of a job: which operation of which rank waits for what other ranks have not done.
+
+An operation needs ranks: a collective those that have not called it, a message its other end, a wait for the store
+any rank. A rank is a bundle of strands, its tasks or its threads, each of which waits for operations or for other
+strands, or may go on by itself. From those that may, everything is released that can still happen: an operation once
+the ranks that it needs have a strand that goes on. What is not released then is stuck for good.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from asyncdist.inspect.job import Document, Job
+
+Key: TypeAlias = tuple[str, int, int]
+"""Group id, tag and sequence number of a collective."""
+
+_SETTERS = frozenset({"set", "add", "append", "compare_set", "multi_set", "queue_push", "set_if_absent"})
+
+
+@dataclass(eq=False, slots=True)
+class Operation:
+    """One that is under way on `rank`, for `age_s` seconds; it needs all `needs`, or `any` of them."""
+
+    rank: int
+    entry: Document
+    age_s: float
+    needs: frozenset[int] = frozenset()
+    any: bool = False
+    setter: str = ""
+    """Of a wait for the store: the line at which the rank in `needs` would set the key."""
+    strands: list[Strand] = field(default_factory=list)
+    """Those that wait for it."""
+
+    @property
+    def kind(self) -> str:
+        """`collective`, `message` or `store`."""
+        return str(self.entry["kind"])
+
+    @property
+    def key(self) -> Key:
+        """Of a collective."""
+        return self.entry["group_id"], self.entry["tag"], self.entry["sequence"]
+
+
+@dataclass(eq=False, slots=True)
+class Strand:
+    """A task or a thread of `rank`. It waits for all of its operations and tasks, or for `any`; `free`: for neither."""
+
+    rank: int
+    name: str
+    place: Mapping[str, Any]
+    operations: list[Operation] = field(default_factory=list)
+    tasks: list[str] = field(default_factory=list)
+    any: bool = False
+    free: bool = False
+    released: bool = False
+
+
+class Waits:
+    """The graph of one job. `stuck` are the operations that can never end, as far as the documents say."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.groups: dict[str, tuple[int, ...]] = {}
+        self.calls: dict[Key, dict[int, Document]] = defaultdict(dict)
+        self._called: dict[tuple[str, int], dict[int, int]] = defaultdict(dict)
+        self.messages: dict[int, list[Document]] = defaultdict(list)
+        self.operations: dict[int, list[Operation]] = defaultdict(list)
+        self.strands: dict[int, list[Strand]] = {}
+        for rank, document in job.documents.items():
+            if rank not in job.missing:
+                self._read(rank, document)
+        self.stopped = {rank for document in job.documents.values() for rank in document.get("stopped", ())}
+        for operation in self.all():
+            self._find_needs(operation)
+        self.stuck = set(self.all()) - self._released()
+
+    def all(self) -> Iterator[Operation]:
+        """All operations under way."""
+        return (operation for each in self.operations.values() for operation in each)
+
+    def is_busy(self, rank: int) -> bool:
+        """Whether the event loop of a rank, or its one thread, does not turn."""
+        places = self.job.documents[rank].get("places", {}).values()
+        return bool(places) and not any(place.get("idle") for place in places) and bool(self.busy_places(rank))
+
+    def busy_places(self, rank: int) -> list[Mapping[str, Any]]:
+        """Where threads of a rank are that run or sleep, and do not wait for an operation."""
+        waiting = {strand.name for operation in self.operations.get(rank, ()) for strand in operation.strands}
+        places = self.job.documents[rank].get("places", {})
+        return [place for name, place in places.items() if not place.get("idle") and name not in waiting]
+
+    def has_called(self, rank: int, key: Key) -> bool:
+        """Whether a rank has called a collective, or a later one of its tag."""
+        return self._called[key[:2]].get(rank, -1) >= key[2]
+
+    def cycle(self) -> list[Operation]:
+        """Operations that are stuck and need each other in a circle, each one the rank of the next; or none."""
+        done: set[Operation] = set()
+        for start in self.stuck:
+            path: list[Operation] = []
+            branches = [iter((start,))]
+            while branches:
+                operation = next(branches[-1], None)
+                if operation is None:
+                    branches.pop()
+                    if path:
+                        done.add(path.pop())
+                elif operation in path:
+                    return path[path.index(operation) :]
+                elif operation not in done and not operation.any:
+                    path.append(operation)
+                    branches.append(self._stuck_on(sorted(operation.needs)))
+        return []
+
+    def _stuck_on(self, ranks: Iterable[int]) -> Iterator[Operation]:
+        return (each for rank in ranks for each in self.operations.get(rank, ()) if each in self.stuck and each.strands)
+
+    # What the documents say.
+
+    def _read(self, rank: int, document: Document) -> None:
+        for group in document["groups"]:
+            self.groups[group["id"]] = tuple(group["ranks"])
+        ours = {name for name, place in document["awaits"].items() if place.get("ours") and "site" not in place}
+        for entry in document["entries"]:
+            if entry["kind"] == "collective":
+                place = self._called[entry["group_id"], entry["tag"]]
+                place[rank] = max(place.get(rank, -1), entry["sequence"])
+                self.calls[entry["group_id"], entry["tag"], entry["sequence"]][rank] = entry
+            elif entry["kind"] == "message":
+                self.messages[rank].append(entry)
+            internal = entry["kind"] == "store" and ours.issuperset(entry.get("waiters", ("",)))
+            if "ended" not in entry and entry["kind"] != "event" and not internal:
+                self.operations[rank].append(Operation(rank, entry, document["time"] - entry["issued"]))
+        self.strands[rank] = list(self._strands_of(rank, document))
+
+    def _strands_of(self, rank: int, document: Document) -> Iterator[Strand]:
+        waited: dict[str, list[Operation]] = defaultdict(list)
+        for operation in self.operations.get(rank, ()):
+            for name in operation.entry.get("waiters", ("",)):
+                waited[name].append(operation)
+        places = {name: place for name, place in document["awaits"].items() if name in waited or not place.get("ours")}
+        for name, place in places.items():
+            tasks = [one for one in place.get("tasks", ()) if one in places]
+            free = place.get("waits") != "local" and not tasks and not waited[name]
+            yield self._strand(Strand(rank, name, place, waited[name], tasks, bool(place.get("any")), free))
+        for name, place in document["places"].items():
+            if name in waited or not (places or place.get("idle")):
+                yield self._strand(Strand(rank, name, place, waited[name], free=name not in waited))
+        if not places and not document["places"] and waited:  # nothing is known of tasks
+            yield self._strand(Strand(rank, "", {}, [one for each in waited.values() for one in each]))
+
+    def _strand(self, strand: Strand) -> Strand:
+        for operation in strand.operations:
+            operation.strands.append(strand)
+        return strand
+
+    # What an operation needs.
+
+    def _find_needs(self, operation: Operation) -> None:
+        entry, rank = operation.entry, operation.rank
+        if operation.kind == "store":
+            operation.any, operation.needs = True, frozenset(self.job.documents)
+            for other, line in self._setters(entry["keys"], operation):
+                operation.any, operation.needs, operation.setter = False, frozenset((other,)), line
+                break
+        elif operation.kind == "message":
+            if entry["peer"] < 0:
+                operation.any = True
+                operation.needs = frozenset(self.groups.get(entry["group_id"], ())) - {rank}
+            elif not self._has_partner(operation) or self._cannot_answer(entry["peer"]):
+                operation.needs = frozenset((entry["peer"],))
+        else:
+            members = self.groups.get(entry["group_id"], ())
+            unheard = {one for other in self.calls[operation.key].values() for one in other.get("waiting_for", ())}
+            operation.needs = frozenset(
+                one
+                for one in members
+                if one in self.job.documents
+                and one != rank
+                and (
+                    (one in unheard or not unheard)
+                    if one in self.job.missing
+                    else not self.has_called(one, operation.key) or (one in unheard and self._cannot_answer(one))
+                )
+            )
+
+    def _cannot_answer(self, rank: int) -> bool:
+        return rank in self.job.missing or rank in self.stopped or self.is_busy(rank)
+
+    def _has_partner(self, operation: Operation) -> bool:
+        """Whether the other end of a message is under way too."""
+        entry, sends = operation.entry, is_send(operation.entry)
+        return any(
+            "ended" not in other
+            and is_send(other) != sends
+            and other["peer"] in (operation.rank, -1)
+            and (other["tag"], other["group_id"]) == (entry["tag"], entry["group_id"])
+            for other in self.messages[entry["peer"]]
+        )
+
+    def _setters(self, keys: list[str], waiting: Operation) -> Iterator[tuple[int, str]]:
+        """Ranks whose code would set one of the keys further down in a function that waits now, and the lines."""
+        for rank, strands in self.strands.items():
+            for strand in strands:
+                file, _, line = strand.place.get("site", "").rpartition(":")
+                if line.isdigit() and strand not in waiting.strands:
+                    for key in keys:
+                        if at := _sets_later(file, int(line), key):
+                            yield rank, f"{file}:{at}"
+
+    # What can still happen.
+
+    def _released(self) -> set[Operation]:
+        released: set[Operation] = set()
+        live: set[int] = set()
+        left: dict[Operation, int] = {}
+        needed_by: dict[int, list[Operation]] = defaultdict(list)
+        ready: deque[Operation | Strand] = deque()
+        for operation in self.all():
+            left[operation] = 1 if operation.any else len(operation.needs)
+            for rank in operation.needs:
+                needed_by[rank].append(operation)
+            if not operation.needs:
+                ready.append(operation)
+        ready += (strand for strands in self.strands.values() for strand in strands if strand.free)
+
+        def goes_on(rank: int) -> None:
+            if rank not in live:
+                live.add(rank)
+                for operation in needed_by[rank]:
+                    left[operation] -= 1
+                    if left[operation] <= 0:
+                        ready.append(operation)
+
+        for rank in self.job.documents:
+            if rank in self.job.missing or not self.strands[rank]:
+                goes_on(rank)
+        while ready:
+            one = ready.popleft()
+            if isinstance(one, Operation):
+                released.add(one)
+                ready += filter(functools.partial(_goes_on, released, self.strands[one.rank]), one.strands)
+            elif not one.released:
+                one.released = True
+                goes_on(one.rank)
+                others = (other for other in self.strands[one.rank] if not other.released)
+                ready += filter(functools.partial(_goes_on, released, self.strands[one.rank]), others)
+        return released
+
+
+def _goes_on(released: set[Operation], strands: list[Strand], strand: Strand) -> bool:
+    """Whether a strand can go on, now that one of those it waits for can."""
+    if strand.place.get("waits") == "local":
+        return any(other.released for other in strands)
+    tasks = {other.name: other.released for other in strands} if strand.tasks else {}
+    ended = [operation in released for operation in strand.operations]
+    ended += [tasks.get(name, True) for name in strand.tasks]
+    return any(ended) if strand.any else all(ended)
+
+
+def is_send(message: Document) -> bool:
+    """Whether a message is one that its rank sends."""
+    return "send" in message["operation"]
+
+
+@functools.lru_cache(1024)
+def _sets_later(file: str, line: int, key: str) -> int:
+    """The line below `line`, in the same function, that sets `key` in a store; 0 if there is none."""
+    functions = [one for one in _functions(file) if one.lineno <= line <= (one.end_lineno or 0)]
+    for node in ast.walk(max(functions, key=lambda one: one.lineno)) if functions else ():
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _SETTERS:
+            first = node.args[0] if node.args else None
+            if node.lineno > line and isinstance(first, ast.Constant) and first.value in (key, key.encode()):
+                return node.lineno
+    return 0
+
+
+@functools.lru_cache(256)
+def _functions(file: str) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError, RecursionError):
+        return []
+    return [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
