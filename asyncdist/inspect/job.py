@@ -17,7 +17,8 @@ Document: TypeAlias = Mapping[str, Any]
 
 MAX_DUMP_BYTES: Final = 64 << 20
 """A ring of 2,000 operations and 1,000 stacks take some MB."""
-MAX_RANKS: Final = 1 << 20
+MAX_RANKS: Final = 1 << 16
+"""A number that a file makes up must not take up the memory: more ranks have not been seen."""
 AFTERMATH_S: Final = 60.0
 """What a process writes so soon after another dump shows what came of the failure, and no more what led to it."""
 
@@ -64,12 +65,9 @@ class Job:
         self.documents: dict[int, Document] = {
             rank: found.get(rank) or {"rank": rank, "state": "undumped"} for rank in range(self.size)
         }
-        self.unread = tuple(unread)
-
-    @property
-    def missing(self) -> dict[int, str]:
+        self.missing = {rank: document["state"] for rank, document in self.documents.items() if "state" in document}
         """The state of each rank that says nothing, as a rule one of `STATES`."""
-        return {rank: document["state"] for rank, document in self.documents.items() if "state" in document}
+        self.unread = tuple(unread)
 
     def told(self, rank: int) -> str:
         """Why a rank says nothing."""

@@ -243,11 +243,13 @@ def _package(frame: FrameType) -> str:
 
 def _call(frame: FrameType) -> str:
     """What that line calls at this moment, as `time.sleep`; empty where that is not known. Without the arguments."""
-    code = frame.f_code
-    if not dis.opname[code.co_code[max(frame.f_lasti, 0)]].startswith(_CALLING):
+    code, at = frame.f_code, max(frame.f_lasti, 0)
+    while at > 0 and dis.opname[code.co_code[at]] == "CACHE":  # behind a call of a Python function
+        at -= 2
+    if not dis.opname[code.co_code[at]].startswith(_CALLING):
         return ""
     with contextlib.suppress(Exception):  # no source, or another one by now
-        position = next(itertools.islice(code.co_positions(), frame.f_lasti // 2, None))
+        position = next(itertools.islice(code.co_positions(), at // 2, None))
         first, last, start, end = position
         if first is not None and last is not None:
             text = linecache.getlines(code.co_filename, frame.f_globals)[first - 1 : last]

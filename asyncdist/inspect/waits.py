@@ -71,6 +71,7 @@ class Waits:
         self.groups: dict[str, tuple[int, ...]] = {}
         self.calls: dict[Key, dict[int, Document]] = defaultdict(dict)
         self._called: dict[tuple[str, int], dict[int, int]] = defaultdict(dict)
+        self._absent: dict[Key, frozenset[int]] = {}
         self.messages: dict[int, list[Document]] = defaultdict(list)
         self.operations: dict[int, list[Operation]] = defaultdict(list)
         self.strands: dict[int, list[Strand]] = {}
@@ -115,7 +116,7 @@ class Waits:
                         done.add(path.pop())
                 elif operation in path:
                     return path[path.index(operation) :]
-                elif operation not in done and not operation.any:
+                elif operation not in done and (operation.kind != "store" or operation.setter):
                     path.append(operation)
                     branches.append(self._stuck_on(sorted(operation.needs)))
         return []
@@ -178,19 +179,19 @@ class Waits:
             elif not self._has_partner(operation) or self._cannot_answer(entry["peer"]):
                 operation.needs = frozenset((entry["peer"],))
         else:
-            members = self.groups.get(entry["group_id"], ())
-            unheard = {one for other in self.calls[operation.key].values() for one in other.get("waiting_for", ())}
-            operation.needs = frozenset(
-                one
-                for one in members
-                if one in self.job.documents
-                and one != rank
-                and (
-                    (one in unheard or not unheard)
-                    if one in self.job.missing
-                    else not self.has_called(one, operation.key) or (one in unheard and self._cannot_answer(one))
-                )
-            )
+            if operation.key not in self._absent:
+                self._absent[operation.key] = frozenset(self._find_absent(operation.key))
+            operation.needs = self._absent[operation.key] - {rank}
+
+    def _find_absent(self, key: Key) -> Iterator[int]:
+        """Members that have not called a collective, or cannot go on with it."""
+        unheard = {one for call in self.calls[key].values() for one in call.get("waiting_for", ())}
+        for rank in set(self.groups.get(key[0], ())) & self.job.documents.keys():
+            if rank in self.job.missing:
+                if rank in unheard or not unheard:
+                    yield rank
+            elif not self.has_called(rank, key) or (rank in unheard and self._cannot_answer(rank)):
+                yield rank
 
     def _cannot_answer(self, rank: int) -> bool:
         return rank in self.job.missing or rank in self.stopped or self.is_busy(rank)

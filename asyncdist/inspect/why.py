@@ -218,10 +218,9 @@ class Why:
 
     def _late(self) -> Verdict | None:
         """Whom the oldest operation waits for in the end."""
-        for start in self._old:
-            if start.strands or not any(one.strands for one in self._old):
-                return self._follow(start)
-        return None
+        awaited = [one for one in self._old if one.strands] or self._old
+        start = next((one for one in awaited if one.needs), next(iter(awaited), None))
+        return None if start is None else self._follow(start)
 
     def _follow(self, operation: Operation) -> Verdict:
         path = [operation]
@@ -275,7 +274,7 @@ class Why:
         waiting = self._wait_in(self._same(operation), operation)
         if not roots:
             ranks = tuple(operation.entry.get("waiting_for", ()))
-            whom = f" and has not heard from {_ranks(ranks)}" if ranks else ""
+            whom = f", and rank {operation.rank} has not heard from {_ranks(ranks)}" if ranks else ""
             what = "all ranks have called it" if operation.kind == "collective" else "both ends are there"
             text = f"{waiting[0].upper()}{waiting[1:]}{whom}, though {what}: look at the network between them."
             return Verdict("unheard", text, ranks)
