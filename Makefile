@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rest torch mpi retest mistakes check bench prove sim soak multinode gpu clean
+.PHONY: help demo test test-rest torch mpi page retest mistakes check bench prove sim soak multinode gpu clean
 
 help:
 	@echo "make demo       train on handwritten digits with 4 ranks"
@@ -83,6 +83,14 @@ $(VENV)/.mpi: pyproject.toml | $(VENV)/.dev
 	@echo "installing mpi4py into $(VENV)"
 	@$(PIP) install $$($(BIN)/python -c 'import tomllib; \
 	  print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["mpi"])')
+	@touch $@
+
+# playwright, for tests of the page in the system's chromium.
+page: $(VENV)/.page
+$(VENV)/.page: pyproject.toml | $(VENV)/.dev
+	@echo "installing playwright into $(VENV)"
+	@$(PIP) install $$($(BIN)/python -c 'import tomllib; \
+	  print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["page"])')
 	@touch $@
 
 retest: $(VENV)/.dev

@@ -1,4 +1,4 @@
-"""The daemon's HTTP port, to be read only: /healthz, /readyz, /metrics.
+"""The daemon's HTTP port, to be read only: /healthz, /readyz, /metrics, and pages that other packages add.
 
 The only file that needs aiohttp and prometheus-client (extra `server`), which are imported when used. Nothing here asks
 who the reader is: the port is for this host unless it is told otherwise, and a browser of this host that was led here
@@ -11,6 +11,8 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from functools import partial
+from importlib.metadata import entry_points
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
@@ -38,6 +40,8 @@ SHOWN_CHARACTERS: Final = 200
 """How much of what is wrong with a request is written into the log."""
 END_S: Final = 2.0
 """How long the end waits for answers under way: a reader that reads nothing holds up no job and no daemon."""
+PAGES: Final = "asyncdist_server.pages"
+"""The entry points of `_add_pages`."""
 METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -51,17 +55,31 @@ async def serve_http(server: StoreServer) -> AsyncIterator[str]:
         routes, logger = _routes(server), _logger(server)
     except ImportError as error:
         raise ConfigError(MISSING) from error
-    async with serve_routes(routes, server.config.http_host, server.config.http_port or 0, logger) as address:
-        yield address
+    config = server.config
+    async with serve_routes(
+        routes, config.http_host, config.http_port or 0, logger, partial(_add_pages, server)
+    ) as one:
+        yield one
+
+
+def _add_pages(server: StoreServer, application: web.Application) -> None:
+    """Let what is installed add pages of its own: functions of this server and of the application."""
+    for page in entry_points(group=PAGES):
+        page.load()(server, application)
 
 
 @contextlib.asynccontextmanager
 async def serve_routes(
-    routes: Mapping[str, Handler], host: str, port: int, logger: logging.Logger
+    routes: Mapping[str, Handler],
+    host: str,
+    port: int,
+    logger: logging.Logger,
+    extend: Callable[[web.Application], None] = lambda application: None,
 ) -> AsyncIterator[str]:
     """Answer GET of the paths of `routes` while the block runs; gives the address as host:port.
 
-    `logger` gets what is wrong with requests. Raises `OSError` if the address cannot be bound, ImportError.
+    `logger` gets what is wrong with requests, `extend` may add more to the application.
+    Raises `OSError` if the address cannot be bound, ImportError.
     """
     from aiohttp import web
 
@@ -74,6 +92,7 @@ async def serve_routes(
     application = web.Application(client_max_size=MAX_REQUEST_BYTES, middlewares=[this_host_only])
     for path, handler in routes.items():
         application.router.add_get(path, handler)
+    extend(application)
     runner = web.AppRunner(application, access_log=None, logger=logger, shutdown_timeout=END_S)
     await runner.setup()
     try:

@@ -361,7 +361,6 @@ async def test_nothing_can_be_changed(method: str) -> None:
         assert (await ask(address, "/metrics", method))[0] == 405
         assert (await ask(address, "/other"))[0] == 404
         assert await ask(address, "/healthz", "HEAD") == (200, "")
-        assert (await ask(address, "/login"))[0] == 405
 
 
 async def test_an_answer_that_takes_for_ever_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,9 +371,7 @@ async def test_an_answer_that_takes_for_ever_does_not_hold_up_the_end(monkeypatc
         asked.set()
         await asyncio.Event().wait()
 
-    async with http.serve_routes(
-        {"GET /": answer}, "127.0.0.1", 0, logging.Logger("silent", logging.CRITICAL)
-    ) as address:
+    async with http.serve_routes({"/": answer}, "127.0.0.1", 0, logging.Logger("silent", logging.CRITICAL)) as address:
         asking = asyncio.ensure_future(ask(address, "/"))
         await asked.wait()
         began_s = time.monotonic()

@@ -1,0 +1,27 @@
+"""A page that shows what running jobs do, served by the daemon's HTTP port (extra `server`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    from asyncdist_server.serving.daemon import StoreServer
+
+
+def add_page(server: StoreServer, application: web.Application) -> None:
+    """Have a daemon's HTTP port show the jobs that meet through it."""
+    from asyncdist.page.routes import Page
+    from asyncdist.page.store_jobs import StoreJobs
+
+    def tokens() -> list[str]:
+        return [token for token in (server.token, server.former_token) if token is not None]
+
+    def numbers() -> dict[str, int]:
+        known = server.engine.statistics()
+        return {name: known[name] for name in ("clients", "keys", "waiters")}
+
+    page = Page(StoreJobs(server), tokens, numbers)
+    application.add_routes(page.routes())
+    application.on_shutdown.append(page.close)

@@ -1,0 +1,88 @@
+"""One look at a job: what the page shows of the documents of its ranks, as JSON has it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
+
+from asyncdist.inspect.job import STATES, Document, Job
+from asyncdist.inspect.stragglers import stragglers
+from asyncdist.inspect.why import Why
+
+WINDOW_S: Final = 5.0
+"""What has ended within it counts for throughput."""
+SHOWN: Final = 20
+"""Stragglers, links and errors: the worst, the busiest, the last."""
+
+
+def look(job: Job, now_s: float) -> dict[str, Any]:
+    """What `page.js` shows; times are seconds since 1970, rates bytes a second."""
+    documents = list(job.documents.values())
+    why = Why(job)
+    verdict = why.verdict()
+    rows = [_row(row, job.documents[row["rank"]]) for row in why.rows()]
+    recent = [
+        (document["rank"], entry)
+        for document in documents
+        for entry in document.get("entries", ())
+        if now_s - WINDOW_S <= entry.get("ended", 0.0) <= now_s and "error" not in entry
+    ]
+    return {
+        "time": now_s,
+        "size": job.size,
+        "verdict": verdict.kind,
+        "sentence": verdict.sentence,
+        "ranks": rows,
+        "waits": [[row["rank"], awaited] for row in rows for awaited in row["waits_for"]],
+        "stragglers": [
+            {
+                "rank": one.rank,
+                "operation": one.operation,
+                "group": one.group,
+                "last": one.last,
+                "operations": one.operations,
+                "waited_s": one.waited_s,
+            }
+            for one in stragglers([document for document in documents if "entries" in document])[:SHOWN]
+        ],
+        "bytes_per_s": sum(entry.get("bytes", 0) for _, entry in recent) / WINDOW_S,
+        "links": _links(recent),
+        "errors": sorted(_errors(documents), key=lambda one: -one["time"])[:SHOWN],
+    }
+
+
+def _row(row: Mapping[str, Any], document: Document) -> dict[str, Any]:
+    """A line of the table of ranks."""
+    return {
+        "rank": row["rank"],
+        "state": row["state"],
+        "missing": row["state"] in STATES,
+        "does": row["does"],
+        "since_s": row.get("since_s"),
+        "waits_for": row.get("waits_for", ()),
+        "late_s": document.get("loop_late"),
+        "host": row["host"],
+        "pid": row["pid"],
+    }
+
+
+def _links(recent: Iterable[tuple[int, Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Messages between two ranks, as the senders tell of them; the busiest first."""
+    sums: defaultdict[tuple[int, int, str], int] = defaultdict(int)
+    for rank, entry in recent:
+        if entry["kind"] == "message" and "send" in entry["operation"]:
+            sums[rank, entry["peer"], entry.get("transport", "")] += entry.get("bytes", 0)
+    busiest = sorted(sums.items(), key=lambda item: -item[1])[:SHOWN]
+    return [
+        {"from": sender, "to": receiver, "transport": transport, "bytes_per_s": nbytes / WINDOW_S}
+        for (sender, receiver, transport), nbytes in busiest
+    ]
+
+
+def _errors(documents: Iterable[Document]) -> Iterator[dict[str, Any]]:
+    for document in documents:
+        for entry in document.get("entries", ()):
+            if "error" in entry:
+                when = entry.get("ended", entry["issued"])
+                yield {"rank": document["rank"], "time": when, "operation": entry["operation"], "error": entry["error"]}

@@ -1,0 +1,231 @@
+"""The page's part of the daemon's HTTP port: who may see names, and a look at a job each second while somebody does.
+
+Numbers of the store are for everybody who reaches the port, as `/healthz` has them. Names need the store's token. A
+form takes it, over loopback only, as the port has no TLS. A session is a cookie that no script can read and no other
+site can use. A store without a token shows all to its own host, whose processes can read it anyway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from aiohttp import web
+
+from asyncdist.errors import DistError
+from asyncdist.inspect.job import Job
+from asyncdist.page.look import look
+from asyncdist_server.serving.sockets import is_loopback
+
+STATIC: Final = Path(__file__).with_name("static")
+POLICY: Final = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
+HEADERS: Final = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+COOKIE: Final = "asyncdist_session_"
+"""And the port, as browsers share cookies between the ports of a host."""
+SESSION_S: Final = 8 * 3600.0
+SESSIONS: Final = 64
+"""The oldest makes room."""
+REFUSED_S: Final = 1.0
+"""How long a wrong token waits for its answer; one log-in is looked at at a time."""
+LOOK_EVERY_S: Final = 1.0
+VIEWERS: Final = 32
+FOLLOW_S: Final = 3600.0
+"""A stream of looks ends then, and the browser asks anew, as a session may have ended."""
+
+
+class Jobs(Protocol):
+    """Where jobs are found, and asked."""
+
+    async def names(self) -> Sequence[str]:
+        """Those that are there now. Raises DistError."""
+
+    async def ask(self, name: str) -> Job | None:
+        """What its ranks say now; None if it is not there any more. Raises DistError."""
+
+    async def timeline(self, name: str) -> bytes | None:
+        """Its timeline, as Perfetto opens it; None if it is not there any more. Raises DistError."""
+
+
+class Page:
+    """The handlers, and what they share."""
+
+    def __init__(
+        self, jobs: Jobs, tokens: Callable[[], Sequence[str]], numbers: Callable[[], Mapping[str, float]]
+    ) -> None:
+        """`tokens` are those that count now; none if the store asks for none. `numbers` are those of the store."""
+        self._jobs = jobs
+        self._tokens = tokens
+        self._numbers = numbers
+        self._sessions: OrderedDict[str, tuple[str, float]] = OrderedDict()
+        """The token that each was begun with, and when it ends."""
+        self._one_login = asyncio.Lock()
+        self._looks: dict[str, _Looks] = {}
+        self._streams: set[asyncio.Task[Any]] = set()
+
+    def routes(self) -> list[web.RouteDef]:
+        """All paths of the page."""
+        return [
+            web.get("/", self._file),
+            web.get("/page/state", self._state),
+            web.post("/page/login", self._login),
+            web.post("/page/logout", self._logout),
+            web.get("/page/events", self._events),
+            web.get("/page/timeline", self._timeline),
+            web.get("/page/{name:[A-Za-z./]+}", self._file),
+        ]
+
+    async def close(self, _application: web.Application) -> None:
+        """End all streams of looks."""
+        for stream in self._streams:
+            stream.cancel()
+        await asyncio.gather(*self._streams, return_exceptions=True)
+
+    async def _file(self, request: web.Request) -> web.StreamResponse:
+        name = request.match_info.get("name", "index.html")
+        path = (STATIC / name).resolve()
+        if not path.is_relative_to(STATIC) or not path.is_file():
+            raise web.HTTPNotFound
+        return web.FileResponse(path, headers=HEADERS | {"Cache-Control": "no-cache"})
+
+    async def _state(self, request: web.Request) -> web.Response:
+        access = self._access(request)
+        seen = access in ("open", "logged in")
+        names = list(await self._jobs.names()) if seen else []
+        return web.json_response({"access": access, "numbers": self._numbers(), "jobs": names}, headers=HEADERS)
+
+    def _access(self, request: web.Request) -> str:
+        local = _over_loopback(request)
+        if not self._tokens():
+            return "open" if local else "elsewhere"
+        token, ends_s = self._sessions.get(request.cookies.get(_cookie(request), ""), ("", 0.0))
+        if ends_s > time.monotonic() and token in self._tokens():
+            return "logged in"
+        return "log in" if local else "elsewhere"
+
+    def _check(self, request: web.Request) -> str:
+        """Which job is meant, for somebody who may see it."""
+        if self._access(request) not in ("open", "logged in"):
+            raise web.HTTPUnauthorized(text="log in first", headers=HEADERS)
+        return request.query.get("job", "")
+
+    async def _login(self, request: web.Request) -> web.Response:
+        _same_site(request)
+        if not _over_loopback(request):
+            raise web.HTTPForbidden(text="A token is taken over loopback only: it must not travel unencrypted.")
+        given = await request.text()
+        async with self._one_login:
+            known = [token for token in self._tokens() if hmac.compare_digest(given.encode(), token.encode())]
+            if not known:
+                await asyncio.sleep(REFUSED_S)
+                raise web.HTTPForbidden(text="That is not the store's token.", headers=HEADERS)
+        session = secrets.token_urlsafe(32)
+        self._sessions[session] = known[0], time.monotonic() + SESSION_S
+        while len(self._sessions) > SESSIONS:
+            self._sessions.popitem(last=False)
+        answer = web.Response(status=204, headers=HEADERS)
+        answer.set_cookie(_cookie(request), session, httponly=True, samesite="Strict", max_age=int(SESSION_S), path="/")
+        return answer
+
+    async def _logout(self, request: web.Request) -> web.Response:
+        _same_site(request)
+        self._sessions.pop(request.cookies.get(_cookie(request), ""), None)
+        answer = web.Response(status=204, headers=HEADERS)
+        answer.del_cookie(_cookie(request), path="/")
+        return answer
+
+    async def _timeline(self, request: web.Request) -> web.Response:
+        trace = await self._jobs.timeline(self._check(request))
+        if trace is None:
+            raise web.HTTPNotFound(text="that job is not there any more", headers=HEADERS)
+        disposition = {"Content-Disposition": 'attachment; filename="job.pftrace"'}
+        return web.Response(body=trace, headers=HEADERS | disposition, content_type="application/octet-stream")
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        """Send looks until the browser goes away: all who look at one job see the same ones."""
+        name = self._check(request)
+        if len(self._streams) >= VIEWERS:
+            raise web.HTTPServiceUnavailable(text=f"{VIEWERS} others look already", headers=HEADERS)
+        response = web.StreamResponse(headers=HEADERS | {"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        looks = self._looks.get(name)
+        if looks is None:
+            looks = self._looks[name] = _Looks(self._jobs, name)
+        looks.viewers += 1
+        stream = asyncio.current_task()
+        assert stream is not None
+        self._streams.add(stream)
+        try:
+            until_s = time.monotonic() + FOLLOW_S
+            while time.monotonic() < until_s and self._access(request) in ("open", "logged in"):
+                text = await looks.next()
+                if text is None:
+                    break
+                await response.write(b"data: " + text + b"\n\n")
+        except (ConnectionError, DistError):  # the browser has gone, or tries again
+            pass
+        finally:
+            self._streams.discard(stream)
+            looks.viewers -= 1
+            if not looks.viewers:
+                looks.close()
+                self._looks.pop(name, None)
+        return response
+
+
+class _Looks:
+    """Looks at one job, one a second for all who look at it."""
+
+    def __init__(self, jobs: Jobs, name: str) -> None:
+        self.viewers = 0
+        self._jobs = jobs
+        self._name = name
+        self._next: asyncio.Task[bytes | None] | None = None
+
+    async def next(self) -> bytes | None:
+        """The next look, as JSON; None once the job is not there any more."""
+        if self._next is None or self._next.done():
+            self._next = asyncio.create_task(self._look(LOOK_EVERY_S if self._next is not None else 0))
+        return await asyncio.shield(self._next)
+
+    async def _look(self, delay_s: float) -> bytes | None:
+        await asyncio.sleep(delay_s)
+        job = await self._jobs.ask(self._name)
+        if job is None:
+            return None
+        return await asyncio.to_thread(lambda: json.dumps(look(job, time.time())).encode())
+
+    def close(self) -> None:
+        """Nobody looks."""
+        if self._next is not None:
+            self._next.cancel()
+
+
+def _cookie(request: web.Request) -> str:
+    return COOKIE + request.host.rpartition(":")[2]
+
+
+def _over_loopback(request: web.Request) -> bool:
+    peer: Any = request.transport.get_extra_info("peername") if request.transport is not None else None
+    return bool(peer) and is_loopback(peer[0])
+
+
+def _same_site(request: web.Request) -> None:
+    """Refuse what a page of another site sends."""
+    origin = request.headers.get("Origin", "")
+    if origin.partition("://")[2] != request.host:
+        raise web.HTTPForbidden(text="sent by another page", headers=HEADERS)

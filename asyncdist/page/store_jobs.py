@@ -1,0 +1,94 @@
+"""Jobs as the daemon that serves the page knows them: the worlds in its keys, whose ranks are asked."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from asyncdist.inspect.endpoint import ALL, NOW
+from asyncdist.inspect.job import Job
+from asyncdist.inspect.perfetto import trace
+from asyncdist.store import TCPStore
+from asyncdist.store.tcp_store import StoreObserver
+from asyncdist.world.inspection import FoundWorld, worlds_of
+from asyncdist.world.live import asked_by_store, jobs_of
+
+if TYPE_CHECKING:
+    from asyncdist_server.serving.daemon import StoreServer
+
+TIMEOUT_S: Final = 2.0
+"""Of each request to the store, which is this very process."""
+ALL_RANKS: Final = 16
+"""Of larger worlds only what is under way is asked for each second: all that a rank remembers is up to a MB, and the
+daemon has other things to do."""
+
+T = TypeVar("T")
+
+
+class StoreJobs:
+    """See `routes.Jobs`. The store is asked as any client asks it, from a thread: its own loop serves meanwhile."""
+
+    def __init__(self, server: StoreServer) -> None:
+        self._server = server
+
+    async def names(self) -> Sequence[str]:
+        """The worlds, as `job, group` or `group`."""
+        return sorted(await self._run(self._names))
+
+    async def ask(self, name: str) -> Job | None:
+        """What the ranks of a world say now."""
+        return await self._run(lambda: self._ask(name, ALL_RANKS))
+
+    async def timeline(self, name: str) -> bytes | None:
+        """The timeline of all that the ranks remember."""
+        job = await self._run(lambda: self._ask(name, None))
+        if job is None:
+            return None
+        documents = [document for rank, document in job.documents.items() if rank not in job.missing]
+        return await asyncio.to_thread(lambda: b"".join(trace(documents)))
+
+    async def _run(self, work: Callable[[], Awaitable[T]]) -> T:
+        return await asyncio.to_thread(lambda: asyncio.run(_awaited(work())))
+
+    async def _names(self) -> list[str]:
+        return [_title(job, world) for job, world in await self._worlds()]
+
+    async def _worlds(self) -> list[tuple[str, FoundWorld]]:
+        async with self._client(StoreObserver) as observer:
+            jobs = await jobs_of(observer)
+        found = []
+        for job in jobs:
+            async with self._client(TCPStore, job) as store:
+                found += [(job, world) for world in await worlds_of(store)]
+        return found
+
+    async def _ask(self, name: str, all_ranks: int | None) -> Job | None:
+        for job, world in await self._worlds():
+            if _title(job, world) == name:
+                question = ALL if all_ranks is None or world.size <= all_ranks else NOW
+                async with self._client(TCPStore, job) as store:
+                    asked = await asked_by_store(store, job, world.name, question)
+                return Job(asked[0].documents.values(), asked[0].size) if asked else None
+        return None
+
+    def _client(self, kind: type[TCPStore], namespace: str = "") -> TCPStore:
+        """A client of this daemon. Its certificate need not name the address: this is the process itself."""
+        tls = None
+        if self._server.config.tls_cert is not None:
+            tls = ssl.create_default_context()
+            tls.check_hostname = False
+            tls.verify_mode = ssl.CERT_NONE
+            tls.load_cert_chain(self._server.config.tls_cert, self._server.config.tls_key)
+        host, _, port = self._server.address.rpartition(":")
+        host = {"0.0.0.0": "127.0.0.1", "[::]": "::1"}.get(host, host.strip("[]"))
+        return kind(host, int(port), timeout=TIMEOUT_S, token=self._server.token, tls=tls, namespace=namespace)
+
+
+async def _awaited(work: Awaitable[T]) -> T:
+    return await work
+
+
+def _title(job: str, world: FoundWorld) -> str:
+    return f"{job}, {world.name}" if job else world.name

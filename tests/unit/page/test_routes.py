@@ -1,0 +1,167 @@
+"""Who may see names on the page, without a browser."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+from page_kit import TOKEN, RecordedJobs, all_reduce, document
+
+from asyncdist.errors import DistStoreError
+from asyncdist.inspect.job import Job
+from asyncdist.page import routes
+
+
+class Browser:
+    """A client of the page, and what the page is made of."""
+
+    def __init__(self) -> None:
+        self.jobs = RecordedJobs()
+        self.jobs.jobs["train"] = Job([document(0, 2, [all_reduce(0, -3, waiting_for=[1])]), document(1, 2, [])])
+        self.tokens = [TOKEN]
+        self.page = routes.Page(self.jobs, lambda: self.tokens, lambda: {"keys": 1})
+        application = web.Application(client_max_size=1024)
+        application.add_routes(self.page.routes())
+        application.on_shutdown.append(self.page.close)
+        self.client = TestClient(TestServer(application, host="127.0.0.1"))
+
+    @property
+    def own(self) -> dict[str, str]:
+        """What a browser says of where a form is from."""
+        return {"Origin": f"http://127.0.0.1:{self.client.port}"}
+
+    async def log_in(self, token: str = TOKEN, **headers: str) -> int:
+        async with self.client.post("/page/login", data=token, headers=self.own | headers) as answer:
+            return answer.status
+
+    async def access(self) -> str:
+        async with self.client.get("/page/state") as answer:
+            return str((await answer.json())["access"])
+
+    async def first_look(self) -> tuple[int, bytes]:
+        async with self.client.get("/page/events", params={"job": "train"}) as answer:
+            return answer.status, await answer.content.readline()
+
+
+@pytest.fixture
+async def browser() -> AsyncIterator[Browser]:
+    browser = Browser()
+    async with browser.client:
+        yield browser
+
+
+async def test_names_need_the_token(browser: Browser) -> None:
+    assert await browser.access() == "log in"
+    async with browser.client.get("/page/state") as answer:
+        assert (await answer.json())["jobs"] == []
+    for path in ("/page/events?job=train", "/page/timeline?job=train"):
+        async with browser.client.get(path) as answer:
+            assert answer.status == 401
+    assert await browser.log_in() == 204
+    status, look = await browser.first_look()
+    assert status == 200
+    assert json.loads(look.removeprefix(b"data: "))["waits"] == [[0, 1]]
+    async with browser.client.post("/page/logout", headers=browser.own) as answer:
+        assert answer.status == 204
+    assert await browser.access() == "log in"
+
+
+async def test_a_former_token_counts_until_it_does_not(browser: Browser) -> None:
+    browser.tokens = ["the new token of 32 characters...", TOKEN]
+    assert await browser.log_in() == 204
+
+
+@pytest.mark.parametrize("token", ["", "guess", TOKEN[:-1], "\N{SNOWMAN}" * 40])
+async def test_guesses_wait_their_turn(browser: Browser, token: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "REFUSED_S", 0.05)
+    began_s = asyncio.get_running_loop().time()
+    assert set(await asyncio.gather(*(browser.log_in(token) for _ in range(3)))) == {403}
+    assert asyncio.get_running_loop().time() - began_s >= 0.15
+    assert await browser.access() == "log in"
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", ""])
+async def test_other_sites_cannot_log_anybody_in_or_out(browser: Browser, origin: str) -> None:
+    assert await browser.log_in(Origin=origin) == 403
+    assert await browser.log_in() == 204
+    async with browser.client.post("/page/logout", headers={"Origin": origin}) as answer:
+        assert answer.status == 403
+    assert await browser.access() == "logged in"
+
+
+async def test_a_token_is_not_taken_from_other_hosts(browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "is_loopback", lambda host: False)
+    assert await browser.access() == "elsewhere"
+    assert await browser.log_in() == 403
+    browser.tokens = []
+    assert await browser.access() == "elsewhere"
+
+
+async def test_a_store_without_a_token_is_open_to_its_host(browser: Browser) -> None:
+    browser.tokens = []
+    assert await browser.access() == "open"
+    assert (await browser.first_look())[0] == 200
+
+
+async def test_a_session_ends(browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "SESSION_S", 0.0)
+    assert await browser.log_in() == 204
+    assert await browser.access() == "log in"
+
+
+async def test_a_session_ends_with_its_token(browser: Browser) -> None:
+    assert await browser.log_in() == 204
+    browser.tokens = ["the new token of 32 characters...", TOKEN]
+    assert await browser.access() == "logged in"
+    browser.tokens = ["the new token of 32 characters..."]
+    assert await browser.access() == "log in"
+
+
+@pytest.mark.parametrize("path", ["../routes.py", "..%2froutes.py", "%2e%2e/look.py", "vendor/", "none.js"])
+async def test_only_the_pages_own_files_are_there(browser: Browser, path: str) -> None:
+    async with browser.client.get(f"/page/{path}") as answer:
+        assert answer.status == 404
+
+
+async def test_every_answer_has_a_policy(browser: Browser) -> None:
+    for path in ("/", "/page/page.js", "/page/state"):
+        async with browser.client.get(path) as answer:
+            assert answer.status == 200
+            assert answer.headers["Content-Security-Policy"].startswith("default-src 'none'")
+
+
+async def test_viewers_are_bounded_and_share_looks(browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "VIEWERS", 3)
+    monkeypatch.setattr(routes, "LOOK_EVERY_S", 0.05)
+    browser.tokens = []
+    several = [await browser.client.get("/page/events", params={"job": "train"}) for _ in range(3)]
+    for one in several:
+        await one.content.readline()
+    assert (await browser.first_look())[0] == 503
+    assert browser.jobs.asked <= 3
+    for one in several:
+        one.close()
+    await asyncio.sleep(0.3)
+    assert (await browser.first_look())[0] == 200
+
+
+async def test_a_job_that_ends_and_a_store_that_fails_end_the_stream(
+    browser: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routes, "LOOK_EVERY_S", 0.0)
+    browser.tokens = []
+    async with browser.client.get("/page/events", params={"job": "train"}) as stream:
+        await stream.content.readline()
+        browser.jobs.jobs.clear()
+        await stream.read()
+
+    async def fail(name: str) -> Job | None:
+        raise DistStoreError("the store is away")
+
+    browser.jobs.ask = fail  # type: ignore[method-assign]
+    async with browser.client.get("/page/events", params={"job": "train"}) as stream:
+        assert await stream.read() == b""
