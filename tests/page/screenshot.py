@@ -1,4 +1,4 @@
-"""Draw docs/page.png: the page with a job whose rank 2 sleeps."""
+"""Draw docs/images/page.png: the page with a job whose rank 2 sleeps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def main() -> None:
         tab.keyboard.press("Enter")
         tab.locator("#ranks tbody tr").nth(3).wait_for()
         time.sleep(3.5)
-        tab.screenshot(path=str(Path(__file__).parents[2] / "docs" / "page.png"))
+        tab.screenshot(path=str(Path(__file__).parents[2] / "docs" / "images" / "page.png"))
         browser.close()
 
 
