@@ -22,9 +22,9 @@ import contextlib
 import os
 import random
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Coroutine, Iterator, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple, Self, TypeVar
+from typing import Any, Final
 
 import msgpack
 import numpy as np
@@ -32,7 +32,7 @@ import numpy as np
 from asyncdist.arrays.host import Array
 from asyncdist.concurrency import trace as events
 from asyncdist.concurrency.tasks import ended, uninterrupted
-from asyncdist.errors import DistError, PeerLostError, RemoteProtocolError, WatchCompactedError
+from asyncdist.errors import DistError, PeerLostError, RemoteProtocolError
 from asyncdist.messages.work import PairWork, RecvArrayWork, RecvWork, SendWork
 from asyncdist.store import Lease, PrefixStore, Store, TCPStore
 from asyncdist.transport.addresses import PeerAddress, host_id, local_address
@@ -42,13 +42,10 @@ from asyncdist.transport.fork import SocketSet
 from asyncdist.transport.mesh import Mesh
 from asyncdist.transport.protocol.frame import pack_key
 from asyncdist.weights.manifest import MAX_MANIFEST_BYTES, Manifest, WeightsError, digest
+from asyncdist.weights.members import BROKEN, Member, members_of, view_of
 from asyncdist.weights.staging import Ref, Stage, Threads, new_memory
 from asyncdist.work import Work
 from asyncdist_server.wire.auth import derive_key, load_token
-
-__all__ = ["Member", "Peer", "followed_values", "members_of", "values_of", "view_of"]
-
-T = TypeVar("T")
 
 RANKS: Final = 1 << 16
 """Peers of a name at one time. Numbers are taken again after so many, when those who had them are long forgotten."""
@@ -75,82 +72,6 @@ _GROUP: Final = int.from_bytes(b"weights\0", "little")
 _VERBS: Final = range(4)
 _LOOK, _TAKE, _STOP, _DONE = _VERBS
 _OK, _BUSY, _GONE = range(3)
-_BROKEN: Final = (ValueError, TypeError, msgpack.UnpackException)
-
-
-class Member(NamedTuple):
-    """What a peer says of itself. `has` are ids of versions that others can get of it, `gets` the one it fetches.
-
-    `serves` is the id of the version it serves, -1 for a publisher; `failed` that of one it cannot, and `why`.
-    """
-
-    label: str
-    host: str
-    address: bytes
-    has: tuple[int, ...] = ()
-    gets: int = 0
-    serves: int = 0
-    failed: int = 0
-    why: str = ""
-
-    @property
-    def subscribes(self) -> bool:
-        """Whether it is a subscriber."""
-        return self.serves >= 0
-
-    def pack(self) -> bytes:
-        """Encode."""
-        packed: bytes = msgpack.packb(list(self))
-        return packed
-
-    @classmethod
-    def unpack(cls, packed: bytes) -> Self | None:
-        """Decode; None for what is none."""
-        try:
-            label, host, address, has, *rest = msgpack.unpackb(packed)
-            return cls(label, host, address, tuple(has), *rest)
-        except _BROKEN:
-            return None
-
-
-def view_of(store: Store, name: str) -> PrefixStore:
-    """The keys of the weights of that name."""
-    return PrefixStore(f"weights/{name}", store)
-
-
-async def values_of(view: Store, keys: Sequence[str]) -> dict[str, bytes]:
-    """The values of those of `keys` that are there."""
-    found = await asyncio.gather(*[view.get(key, timeout=0) for key in keys], return_exceptions=True)
-    for value in found:
-        if isinstance(value, BaseException) and not isinstance(value, TimeoutError):
-            raise value
-    return {key: value for key, value in zip(keys, found, strict=True) if isinstance(value, bytes)}
-
-
-async def members_of(view: Store, ranks: Sequence[int] | None = None) -> dict[int, Member]:
-    """All peers, or those of `ranks`, by rank."""
-    found = {}
-    keys = await view.list_keys("members/") if ranks is None else [f"members/{rank}" for rank in ranks]
-    for key, value in (await values_of(view, keys)).items():
-        member = Member.unpack(value)
-        if member is not None:
-            found[int(key.removeprefix("members/"))] = member
-    return found
-
-
-async def followed_values(view: Store, prefix: str, decode: Callable[[bytes], T]) -> AsyncGenerator[dict[str, T]]:
-    """What the keys below `prefix` hold now, by key, and again after each change."""
-    while True:
-        async with view.watch(prefix) as watch:
-            values = await values_of(view, await view.list_keys(prefix))
-            found = {key: decode(value) for key, value in values.items()}
-            with contextlib.suppress(WatchCompactedError):
-                while True:
-                    yield found
-                    event = await anext(watch)
-                    found.pop(event.key, None)
-                    if event.kind == "set":
-                        found[event.key] = decode(event.value)
 
 
 class _Refusal(Exception):
@@ -303,7 +224,7 @@ class Peer:
             request, verb, id, blocks = msgpack.unpackb(payload)
             if not (type(request) is type(id) is int and isinstance(blocks, bytes) and verb in _VERBS):
                 raise ValueError(f"verb {verb!r}")
-        except _BROKEN as error:
+        except BROKEN as error:
             raise RemoteProtocolError(f"rank {rank} sent what is no request for weights: {error}") from None
         if verb == _DONE:
             self._given_back(rank, id)
@@ -510,7 +431,7 @@ class Peer:
         answer = bytes(await self._receive_array(rank, request))
         try:
             status, number = map(int, msgpack.unpackb(answer))
-        except _BROKEN:
+        except BROKEN:
             raise RemoteProtocolError(f"rank {rank} answers {answer[:20]!r}") from None
         if status != _OK:
             raise _Refusal("it is busy" if status == _BUSY else "it has the version no more")

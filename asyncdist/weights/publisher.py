@@ -22,7 +22,8 @@ from asyncdist.store import Store
 from asyncdist.store.base import checked_integer
 from asyncdist.store.member import default_name
 from asyncdist.weights.manifest import Manifest, WeightsError, layout_of
-from asyncdist.weights.peer import Member, Peer, followed_values
+from asyncdist.weights.members import Member, followed_values
+from asyncdist.weights.peer import Peer
 from asyncdist.weights.staging import Ref, Stage, fill, new_memory
 from asyncdist.weights.state import State, change, read
 

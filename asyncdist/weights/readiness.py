@@ -8,7 +8,7 @@ import contextlib
 from asyncdist.concurrency.deadline import INHERIT, Timeout, timeout_seconds
 from asyncdist.errors import StoreTimeoutError
 from asyncdist.store import Store
-from asyncdist.weights.peer import followed_values, values_of, view_of
+from asyncdist.weights.members import followed_values, values_of, view_of
 
 
 async def ready(name: str, *, store: Store) -> dict[str, int]:

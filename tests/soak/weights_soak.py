@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from asyncdist import TCPStore, run, weights
-from asyncdist.weights.peer import members_of, view_of
+from asyncdist.weights.members import members_of, view_of
 from asyncdist.weights.state import read
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kits"))

@@ -17,6 +17,7 @@ from weights_kit import joined, model, on_hosts, serving, version_of
 from asyncdist import HashStore, weights
 from asyncdist.errors import RemoteProtocolError
 from asyncdist.weights import peer as peers
+from asyncdist.weights.members import Member, view_of
 from asyncdist.weights.staging import Ref, Stage
 
 MIB = 1 << 20
@@ -195,7 +196,7 @@ async def test_a_publisher_that_is_gone_at_any_step_leaves_one_version(store, mo
 async def _committed(store):
     from asyncdist.weights.state import read
 
-    return (await read(peers.view_of(store, "policy"))).committed.version
+    return (await read(view_of(store, "policy"))).committed.version
 
 
 @pytest.mark.parametrize(
@@ -278,7 +279,7 @@ async def test_whom_a_subscriber_asks(store, members, near, wait, asked):
         asking = publisher._peer
         asking.rank, asking.member = 5, asking.member._replace(host=near)
         known = {
-            rank: peers.Member("", host, b"", (3,) if has else (), 0 if has else 3, serves)
+            rank: Member("", host, b"", (3,) if has else (), 0 if has else 3, serves)
             for rank, (host, serves, has) in members.items()
         }
         assert set(asking._sources(known, Ref(3, 1, b"", 1, ""), wait=wait)) == asked
