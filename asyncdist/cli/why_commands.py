@@ -1,9 +1,10 @@
-"""`asyncdist why` and `doctor`: what is wrong with a job, from its dumps."""
+"""`asyncdist why` and `doctor`: what is wrong with a job that runs, or that has left dumps."""
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -12,6 +13,9 @@ import click
 from rich.table import Table
 from rich.text import Text
 
+from asyncdist.cli.job_commands import STORE_LIMIT_S
+from asyncdist.cli.live import live_worlds
+from asyncdist.cli.store_target import Target, store_options
 from asyncdist.cli.tables import show_seconds, table_console
 from asyncdist.concurrency.integers import spell_ranks
 from asyncdist.inspect.job import Job
@@ -22,75 +26,102 @@ EXIT_CODES: Final[Mapping[str, int]] = {"healthy": 0, "unknown": 2}
 ROWS_SHOWN: Final = 64
 """Ranks that `doctor` shows on a line each: a screen or two."""
 
-_folder_argument = click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
-_after_option = click.option(
-    "--after",
-    "after_s",
-    type=click.FloatRange(min=0),
-    default=AFTER_S,
-    show_default=True,
-    help="Seconds that an operation must have waited to count.",
-)
-_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+def _options(command: Callable[..., None]) -> Callable[..., None]:
+    """The arguments of both commands, and the jobs they are about, by name."""
+
+    @functools.wraps(command)
+    def with_jobs(target: Target, folder: Path | None, group: str, after_s: float, as_json: bool) -> None:
+        jobs = _jobs(target, folder, group)
+        looks = {name: Why(job, after_s) for name, job in jobs.items()}
+        command(looks, as_json)
+        codes = {EXIT_CODES.get(look.verdict().kind, 1) for look in looks.values()}
+        click.get_current_context().exit(1 if 1 in codes else max(codes))
+
+    options = (
+        click.argument(
+            "folder", type=click.Path(exists=True, file_okay=False, path_type=Path), required=False, metavar="[FOLDER]"
+        ),
+        functools.partial(store_options, timeout_s=STORE_LIMIT_S),
+        click.option("--group", default="", help="One world: the group_name of its init_process_group."),
+        click.option(
+            "--after",
+            "after_s",
+            type=click.FloatRange(min=0),
+            default=AFTER_S,
+            show_default=True,
+            help="Seconds that an operation must have waited to count.",
+        ),
+        click.option("--json", "as_json", is_flag=True, help="Print JSON."),
+    )
+    for option in reversed(options):
+        with_jobs = option(with_jobs)
+    return with_jobs
+
+
+def _jobs(target: Target, folder: Path | None, group: str) -> dict[str, Job]:
+    """Those of the dumps, or those that run. To find none ends the command with 2, as all that cannot be told."""
+    if folder is not None:
+        try:
+            return {"": Job.read(folder)}
+        except (ValueError, OSError) as error:
+            raise click.UsageError(str(error)) from error
+    try:
+        worlds = live_worlds(target, group)
+    except click.ClickException as error:
+        raise click.UsageError(error.message) from error
+    if not worlds:
+        raise click.UsageError("no job runs there; give a folder of dumps, or --store of a running job")
+    several = len(worlds) > 1
+    return {
+        f"{world.job} {world.name}".strip() if several else "": Job(world.documents.values(), world.size)
+        for world in worlds
+    }
 
 
 @click.command("why", short_help="Say why a job hangs, or is slow, in a sentence.")
-@_folder_argument
-@_after_option
-@_json_option
-@click.pass_context
-def why_command(context: click.Context, folder: Path, after_s: float, as_json: bool) -> None:
+@_options
+def why_command(looks: Mapping[str, Why], as_json: bool) -> None:
     """Say why a job hangs, in one sentence that names rank, operation and line of code.
 
-    FOLDER has the dumps of the ranks: rank_0.json and so on, as `asyncdist run --dump-dir` leaves them. The exit code
-    is 0 if nothing is wrong, 1 if something is, 2 if that cannot be told.
+    FOLDER has the dumps of its ranks: rank_0.json and so on, as `asyncdist run --dump-dir` leaves them. Without one the
+    ranks of a running job are asked: that of the store given, or those of this user on this host. The exit code is 0 if
+    nothing is wrong, 1 if something is, 2 if that cannot be told.
     """
-    verdict = _look(folder, after_s).verdict()
-    click.echo(json.dumps(asdict(verdict)) if as_json else _printable(verdict.sentence))
-    context.exit(EXIT_CODES.get(verdict.kind, 1))
+    verdicts = {name: look.verdict() for name, look in looks.items()}
+    if as_json:
+        click.echo(json.dumps([{"job": name, **asdict(verdict)} for name, verdict in verdicts.items()]))
+    else:
+        for name, verdict in verdicts.items():
+            click.echo(_printable((f"{name}: " if name else "") + verdict.sentence))
 
 
 @click.command("doctor", short_help="Say what is wrong with a job, and what each of its ranks does.")
-@_folder_argument
-@_after_option
-@_json_option
-@click.pass_context
-def doctor_command(context: click.Context, folder: Path, after_s: float, as_json: bool) -> None:
+@_options
+def doctor_command(looks: Mapping[str, Why], as_json: bool) -> None:
     """Say what is wrong with a job, then what each rank does, and who comes last to the collectives of each group.
 
     Arguments and exit codes are those of `asyncdist why`.
     """
-    found = _look(folder, after_s)
-    verdict, rows, stragglers = found.verdict(), found.rows(), found.stragglers()
-    late = [
-        {"group": one.entry["group"], "tag": one.entry["tag"], "rank": one.rank, "last": one.last, "of": one.rounds}
-        | {"waited": round(one.waited, 3)}
-        for one in stragglers
-    ]
     if as_json:
-        report = {"verdict": asdict(verdict), "ranks": rows, "stragglers": late, "unread": found.job.unread}
-        click.echo(json.dumps(report))
-    else:
-        click.echo(_printable(verdict.sentence) + "\n")
-        console = table_console()
+        click.echo(json.dumps([_report(name, look) for name, look in looks.items()]))
+        return
+    console = table_console()
+    for name, look in looks.items():
+        verdict, rows = look.verdict(), look.rows()
+        click.echo(_printable((f"{name}: " if name else "") + verdict.sentence) + "\n")
         first = sorted(rows, key=lambda row: row["rank"] not in verdict.ranks)[:ROWS_SHOWN]
         console.print(_table(sorted(first, key=lambda row: row["rank"])))
         if len(rows) > ROWS_SHOWN:
             click.echo(f"and {len(rows) - ROWS_SHOWN} ranks more; --json shows all")
-        for one in late:
-            often = f"rank {one['rank']} came last to {one['last']} of {one['of']} collectives"
-            waited = f"and the others waited {one['waited']:.0%} of the time"
-            click.echo(_printable(f"group {one['group']}, tag {one['tag']}: {often}, {waited}"))
-        for line in found.job.unread:
-            click.echo(_printable(f"not read: {line}"))
-    context.exit(EXIT_CODES.get(verdict.kind, 1))
+        for line in (*map(str, look.stragglers()), *(f"not read: {each}" for each in look.job.unread)):
+            click.echo(_printable(line))
 
 
-def _look(folder: Path, after_s: float) -> Why:
-    try:
-        return Why(Job.read(folder), after_s)
-    except (ValueError, OSError) as error:
-        raise click.UsageError(str(error)) from error  # which ends with 2
+def _report(name: str, look: Why) -> dict[str, Any]:
+    late = list(map(asdict, look.stragglers()))
+    report = {"job": name, "verdict": asdict(look.verdict()), "ranks": look.rows(), "stragglers": late}
+    return report | {"unread": look.job.unread}
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -25,6 +25,7 @@ AFTERMATH_S: Final = 60.0
 STATES: Final = {
     "absent": "it has not joined",
     "joining": "it waits for other ranks to join",
+    "leaving": "it closes its group",
     "left": "it has closed its group",
     "stopped": "its process is stopped, by SIGSTOP or a debugger",
     "gone": "its process has ended",

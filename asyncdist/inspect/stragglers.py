@@ -77,7 +77,7 @@ def stragglers(documents: Sequence[Document]) -> list[Straggler]:
 def _last(one: Mapping[str, Any], issued_s: Mapping[int, float], clock: Mapping[int, Clock]) -> int | None:
     """For whom the others wait, if that is not in doubt."""
     if one["collective"] in FROM_ROOT:
-        root: int = one["root"]
+        root: int = one.get("root", -1)
         return root if root in issued_s else None
     last = max(issued_s, key=issued_s.__getitem__)
     early_s = ((issued_s[last] - at_s, rank) for rank, at_s in issued_s.items() if rank != last)

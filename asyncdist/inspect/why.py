@@ -17,6 +17,7 @@ from typing import Any, Final
 from asyncdist.arrays.host import human_bytes
 from asyncdist.concurrency.integers import spell_ranks
 from asyncdist.inspect.job import STATES, Document, Job
+from asyncdist.inspect.stragglers import Straggler, stragglers
 from asyncdist.inspect.waits import Operation, Waits, is_send
 
 AFTER_S: Final = 1.0
@@ -29,8 +30,6 @@ LATE_OFTEN: Final = 0.8
 NAMED: Final = 4
 """Ranks that a sentence tells of one by one."""
 
-_ALL_WAIT: Final = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"})
-"""Collectives that no rank ends before all ranks have called them."""
 _SAME: Final = ("collective", "root", "op", "dtype", "counts")
 """What all ranks must give alike; the last three where a rank has found a difference."""
 
@@ -48,20 +47,6 @@ class Verdict:
     sentence: str
     ranks: tuple[int, ...] = ()
     proven: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Straggler:
-    """The rank that came last to `last` of `rounds` collectives; `entry` is its newest.
-
-    The others `waited` that share of the time for it.
-    """
-
-    rank: int
-    entry: Document
-    last: int
-    rounds: int
-    waited: float
 
 
 def why(job: Job, after_s: float = AFTER_S) -> Verdict:
@@ -133,7 +118,7 @@ class Why:
         for event in sorted(events, key=lambda one: (one["peer"] not in self.job.missing, one["issued"])):
             peer, calls = event["peer"], self._waiting_at(event)
             if calls:
-                what = self._waiters(calls)
+                what = self._waiters(calls, over=True)
                 if event["operation"] == "rank left":
                     return Verdict("left", f"Rank {peer} has left without calling {what}.", (peer,), proven=True)
                 reason = re.sub(rf"^rank \d+ lost rank {peer}: ", "", event.get("error", "it does not say why"))
@@ -333,13 +318,11 @@ class Why:
         """The ranks that wait in the same collective."""
         return tuple(self._calls(operation)) if operation.kind == "collective" else (operation.rank,)
 
-    def _waiters(self, calls: Mapping[int, Document]) -> str:
+    def _waiters(self, calls: Mapping[int, Document], *, over: bool = False) -> str:
         """`all_reduce #1 of group default, in which ranks 0 and 1 wait at train.py:3`."""
         first = next(iter(calls.values()))
-        tense = (
-            "waited" if any("error" in call for call in calls.values()) else "wait" + ("s" if len(calls) == 1 else "")
-        )
-        return f"{_name(first)}, in which {_ranks(tuple(calls))} {tense}{self._at(first)}"
+        waits = "waited" if over else "waits" if len(calls) == 1 else "wait"
+        return f"{_name(first)}, in which {_ranks(calls)} {waits}{self._at(first)}"
 
     def _wait_in(self, ranks: Sequence[int], operation: Operation) -> str:
         waits = "waits" if len(ranks) == 1 else "wait"
@@ -371,39 +354,21 @@ class Why:
     # What is slow.
 
     def stragglers(self) -> list[Straggler]:
-        """Of each group and tag that has run `ROUNDS` collectives of all its ranks: who came last most often."""
-        rounds: dict[tuple[str, int], list[tuple[float, int, float]]] = defaultdict(list)
-        newest: dict[tuple[str, int], dict[int, Document]] = {}
-        clocks = len({document.get("host") for document in self.job.documents.values()})
-        for (group_id, tag, _), calls in self.waits.calls.items():
-            whole = len(calls) > 1 and set(calls) == set(self.waits.groups.get(group_id, ()))
-            if not whole or not all("ended" in call for call in calls.values()):
-                continue
-            if clocks > 1 and next(iter(calls.values()))["collective"] not in _ALL_WAIT:
-                continue
-            # Where clocks differ, who comes last is who waits least: all of these end at one time.
-            *_, before, (when, last) = sorted(
-                (call["issued"] - (call["ended"] if clocks > 1 else 0.0), rank) for rank, call in calls.items()
-            )
-            rounds[group_id, tag].append((calls[last]["issued"], last, when - before[0]))
-            newest[group_id, tag] = calls
-        found = []
-        for key, each in rounds.items():
-            rank, often = Counter(last for _, last, _ in each).most_common(1)[0]
-            span_s = max(when for when, *_ in each) - min(when for when, *_ in each)
-            waited_s = sum(late_s for _, last, late_s in each if last == rank)
-            if len(each) >= ROUNDS and span_s > 0:
-                found.append(Straggler(rank, newest[key][rank], often, len(each), waited_s / span_s))
-        return sorted(found, key=lambda one: -one.waited)
+        """Who comes last to collectives, of those that have run often enough."""
+        said = [document for rank, document in self.job.documents.items() if rank not in self.job.missing]
+        return [one for one in stragglers(said) if one.operations >= ROUNDS]
 
     def _slow(self) -> Verdict | None:
         """A rank that comes last nearly always, and that the others wait for."""
         for one in self.stragglers():
-            if one.last >= LATE_OFTEN * one.rounds and one.waited >= LATE_SHARE:
+            if one.last >= LATE_OFTEN * one.operations and one.waited_s >= LATE_SHARE * one.span_s > 0:
+                entries = reversed(self.job.documents[one.rank]["entries"])
+                key = one.group_id, one.operation
+                entry = next(each for each in entries if (each.get("group_id"), each["operation"]) == key)
                 text = (
-                    f"Rank {one.rank} came last to {one.last} of {one.rounds} collectives of {_group(one.entry)}, and "
-                    f"the others waited {one.waited:.0%} of the time for it: look at what it does before "
-                    f"{one.entry['operation']}{self._at(one.entry)}; just now {self.doing(one.rank)}."
+                    f"Rank {one.rank} came last to {one.last} of {one.operations} {one.operation} of group "
+                    f"{one.group}, and the others waited {one.waited_s / one.span_s:.0%} of the time for it: look at "
+                    f"what it does before that{self._at(entry)}; just now {self.doing(one.rank)}."
                 )
                 return Verdict("slow", text, (one.rank,))
         return None

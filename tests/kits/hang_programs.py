@@ -144,7 +144,10 @@ async def main(program: str) -> None:
     async with dist.init_process_group() as group:
         await dist.barrier()
         print("begins", flush=True)
-        await globals()[program](group.rank)
+        try:
+            await globals()[program](group.rank)
+        except dist.DistError:  # what has failed is asked about before it ends
+            await asyncio.sleep(3600)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,12 @@ import json
 import signal
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import hang_programs
 import pytest
 from click.testing import CliRunner
-from jobs import start_ranks
+from jobs import free_port, start_ranks
 from launching import until
 
 from asyncdist.cli import main as command
@@ -43,7 +43,7 @@ SENTENCES = {
     "is_stopped": NOT_CALLED.format(1, "0 and 2") + "its process is stopped, by SIGSTOP or a debugger.",
     "is_killed": "Rank 1 is lost: the connection was closed without a goodbye (it failed, was killed, broke off, or "
     "ended without destroy_process_group(): see its own output). It had not called all_reduce #1 of group default, "
-    "in which ranks 0 and 2 wait at {waits}.",
+    "in which ranks 0 and 2 waited at {waits}.",
     "left_early": "Rank 1 has left without calling all_reduce #1 of group default, "
     "in which ranks 0 and 2 waited at {waits}.",
     "wrong_tag": "Rank 0 receives from rank 1 with tag 5 at {waits}, "
@@ -66,18 +66,32 @@ def places(name: str) -> dict[str, str]:
     return {who: f"{PROGRAM.name}:{number}" for who, number in marks}
 
 
-def dumps_of(names: list[str], folder: Path, hang_s: float) -> None:
-    """Run these programs at once, and end them with SIGTERM once they have hung for a moment."""
+class Hung(NamedTuple):
+    """What was said of each program while it ran, how long that took, and its dumps."""
+
+    said: dict[str, str]
+    took_s: dict[str, float]
+    dumps: Path
+
+
+def hung(names: list[str], folder: Path, hang_s: float) -> Hung:
+    """Run these programs at once, ask why they hang once they have for a moment, and end them with SIGTERM."""
     start = f"import runpy; runpy.run_path({str(PROGRAM)!r}, run_name='__main__')"
+    ports = {name: free_port() for name in names}
     ranks = []
+    said, took_s = {}, {}
     try:
-        for name in names:
-            code = f"sys.argv = ['', {name!r}]\n{start}"
-            ranks += start_ranks(code, RANKS, {"ASYNCDIST_DUMP_DIR": str(folder / name)})
+        for name, port in ports.items():
+            environ = {"ASYNCDIST_DUMP_DIR": str(folder / name), "MASTER_PORT": str(port)}
+            ranks += start_ranks(f"sys.argv = ['', {name!r}]\n{start}", RANKS, environ)
         for rank in ranks:
             assert rank.stdout is not None
             assert rank.stdout.readline() == "begins\n"
         time.sleep(hang_s)
+        for name, port in ports.items():
+            began_s = time.monotonic()
+            said[name] = ask("--store", f"127.0.0.1:{port}")[1].strip()
+            took_s[name] = time.monotonic() - began_s
         for rank in ranks:
             rank.send_signal(signal.SIGTERM)
         expected = {
@@ -91,37 +105,39 @@ def dumps_of(names: list[str], folder: Path, hang_s: float) -> None:
         for rank in ranks:
             rank.kill()
             rank.communicate()
+    return Hung(said, took_s, folder)
 
 
 @pytest.fixture(scope="module")
-def dumps(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("dumps")
-    dumps_of(list(SENTENCES), folder, HANG_S)
-    return folder
+def all_hung(tmp_path_factory: pytest.TempPathFactory) -> Hung:
+    return hung(list(SENTENCES), tmp_path_factory.mktemp("dumps"), HANG_S)
 
 
-def ask(folder: Path, *options: str) -> tuple[int, Any]:
-    found = CliRunner().invoke(command, ["why", str(folder), "--after", "0.5", *options])
+def ask(*options: str) -> tuple[int, Any]:
+    found = CliRunner().invoke(command, ["why", "--after", "0.5", *options])
     return found.exit_code, found.output
 
 
 @pytest.mark.parametrize("name", SENTENCES)
-def test_dumps_say_why_a_job_hangs(dumps: Path, name: str) -> None:
-    began_s = time.monotonic()
-    code, said = ask(dumps / name)
+def test_a_running_job_says_why_it_hangs(all_hung: Hung, name: str) -> None:
+    assert all_hung.said[name] == SENTENCES[name].format(**places(name))
+    assert all_hung.took_s[name] < 2
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+def test_dumps_say_why_a_job_hangs(all_hung: Hung, name: str) -> None:
+    code, said = ask(str(all_hung.dumps / name))
     assert said.strip() == SENTENCES[name].format(**places(name))
     assert code == 1
-    assert time.monotonic() - began_s < 2
     if name in PROVEN:
-        assert json.loads(ask(dumps / name, "--json")[1])["proven"]
+        assert json.loads(ask(str(all_hung.dumps / name), "--json")[1])[0]["proven"]
 
 
-def test_dumps_say_which_rank_is_slower(tmp_path: Path) -> None:
-    dumps_of(["is_slower"], tmp_path, SLOW_S)
-    code, said = ask(tmp_path / "is_slower")
-    assert code == 1
-    assert said.startswith("Rank 1 came last to ")
-    assert f"look at what it does before all_reduce at {places('is_slower')['all']}" in said
-    report = json.loads(CliRunner().invoke(command, ["doctor", str(tmp_path / "is_slower"), "--json"]).output)
+def test_a_rank_that_is_slower_is_named(tmp_path: Path) -> None:
+    found = hung(["is_slower"], tmp_path, SLOW_S)
+    for said in found.said["is_slower"], ask(str(tmp_path / "is_slower"))[1]:
+        assert said.startswith("Rank 1 came last to ")
+        assert f"look at what it does before that at {places('is_slower')['all']}" in said
+    (report,) = json.loads(CliRunner().invoke(command, ["doctor", str(tmp_path / "is_slower"), "--json"]).output)
     assert report["stragglers"][0]["rank"] == 1
     assert report["verdict"]["kind"] == "slow"
