@@ -32,7 +32,7 @@ DEPTH: Final = 4
 _IDLE: Final = frozenset({"run_forever", "run_until_complete", "run", "_run"})
 _LIBRARIES: Final = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _CHAINS: Final = (("cr_frame", "cr_await"), ("gi_frame", "gi_yieldfrom"), ("ag_frame", "ag_await"))
-_CALLING: Final = ("CALL", "PRECALL", "SEND", "YIELD_VALUE")
+_CALLING: Final = ("CALL", "PRECALL", "RESUME", "SEND", "YIELD_VALUE")
 """Instructions that call, or await what a call returned."""
 _LOOPS: Final = frozenset({"asyncio", "concurrent", "uvloop"})
 _LOCAL: Final = ("asyncio.locks", "asyncio.queues")
