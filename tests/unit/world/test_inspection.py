@@ -56,6 +56,7 @@ async def test_other_hosts_ask_by_tcp() -> None:
         (ADVERTISED, TOKEN, {"ASYNCDIST_PORT_RANGE": "21000-21007"}, False),  # four ranks may need them
         (ADVERTISED, TOKEN, {"ASYNCDIST_PORT_RANGE": "21000-21002", "LOCAL_WORLD_SIZE": "1"}, True),
     ],
+    ids=["loopback", "no token", "enough ports", "too few ports", "one rank"],  # the token is another in each worker
 )
 def test_a_port_is_taken_where_others_need_it_and_ranks_do_not(
     reachable: LocalAddress, token: str | None, environ: dict[str, str], by_tcp: bool
