@@ -11,7 +11,6 @@ from page_kit import TOKEN, Served, all_reduce, document
 
 from asyncdist.inspect.job import Job
 
-
 pytestmark = [pytest.mark.thorough, pytest.mark.slow("a browser")]
 
 
