@@ -117,7 +117,8 @@ class Why:
         ]
         for event in sorted(events, key=lambda one: (one["peer"] not in self.job.missing, one["issued"])):
             peer, calls = event["peer"], self._waiting_at(event)
-            if calls:
+            ended_later = self.job.documents.get(peer, {}).get("reason") == "SIGTERM"  # with a job that hung already
+            if calls and not ended_later:
                 what = self._waiters(calls, over=True)
                 if event["operation"] == "rank left":
                     return Verdict("left", f"Rank {peer} has left without calling {what}.", (peer,), proven=True)

@@ -170,6 +170,8 @@ def test_losses_that_nobody_waits_for_are_none() -> None:
     assert why(Job([later, rank(2, size=3)], 3)).kind == "late"
     verdict = why(Job([rank(0, lost, collective(), size=3), rank(2, size=3)], 3))
     assert verdict.sentence.startswith("Rank 1 is lost: it was killed. It had not called all_reduce #0")
+    first_ended = rank(1, size=3, reason="SIGTERM")  # with the job, and rank 0 saw that before its own end
+    assert why(Job([rank(0, lost, collective(), size=3), first_ended, rank(2, size=3)])).kind == "late"
 
 
 def test_what_is_young_is_no_hang_and_missing_ranks_make_a_verdict_uncertain() -> None:
