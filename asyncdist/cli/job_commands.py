@@ -7,31 +7,23 @@ import functools
 import json
 import time
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import click
 from rich.live import Live
 from rich.text import Text
 
 from asyncdist.cli.live import live_worlds
+from asyncdist.cli.rank_lines import printable, rank_lines
 from asyncdist.cli.store_target import Target, store_options
-from asyncdist.cli.tables import show_seconds, table_console
+from asyncdist.cli.tables import table_console
 from asyncdist.inspect.endpoint import ALL, NOW
+from asyncdist.inspect.job import Job
+from asyncdist.inspect.why import Why
 from asyncdist.world.live import LiveWorld
 
-COLUMNS: Final = dict(
-    zip(("RANK", "STATE", "OPERATION", "FOR", "WAITS FOR", "HOST", "PID", "LATE"), "><<><<>>", strict=True)
-)
-"""With the side on which their cells stand."""
-SHOWN_RANKS: Final = 8
-"""Of those that an operation waits for."""
 STORE_LIMIT_S: Final = 3.0
 """How long the store has for an answer, by default: the process that hosts it may be what hangs."""
-COMPUTING: Final = 0.02
-"""The part of the time that a thread has the processor, at least, if it computes on a host with much to do."""
-OURS: Final = ("/asyncdist/", "/asyncio/", "/uvloop/", "/selectors.py", "/threading.py", "/runpy", "<frozen ")
-"""Parts of the paths of files that are no program's."""
 
 _store_options = functools.partial(store_options, timeout_s=STORE_LIMIT_S)
 _group_option = click.option("--group", default="", help="One world: the group_name of its init_process_group.")
@@ -72,16 +64,16 @@ def stacks_command(target: Target, rank: int | None, group: str, as_json: bool) 
     for world in worlds:
         for one, document in world.documents.items():
             click.echo(
-                _printable(
+                printable(
                     f"{_title(world)}, rank {one} ({document['host']} pid {document['pid']}): "
                     f"{document.get('why', '')}".rstrip()
                 )
             )
             for kind in "task", "thread":
                 for name, lines in document[f"{kind}s"].items():
-                    click.echo(_printable(f"  {kind} {name}"))
+                    click.echo(printable(f"  {kind} {name}"))
                     for line in lines:
-                        click.echo(_printable(f"    {line}"))
+                        click.echo(printable(f"    {line}"))
 
 
 @click.command("top", short_help="Watch what the ranks of a running job do.")
@@ -120,69 +112,8 @@ def _title(world: LiveWorld) -> str:
 
 
 def _shown(world: LiveWorld) -> Iterator[str]:
-    """A title, names of columns, and a line for each rank: by hand, as rich takes a second for a thousand."""
+    """A title, names of columns, and a line for each rank."""
     here = len(world.documents)
-    yield _printable(f"{_title(world)}: {world.size} ranks" + ("" if here == world.size else f", {here} of them here"))
-    rows = [(str(rank), *_cells(document)) for rank, document in sorted(world.documents.items())]
-    rows = [tuple(COLUMNS), *(tuple(map(_printable, row)) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = zip(row, widths, COLUMNS.values(), strict=True)
-        yield "  ".join(f"{cell:{side}{width}}" for cell, width, side in cells).rstrip()
-
-
-def _cells(document: dict[str, Any]) -> Iterator[str]:
-    """State, operation, since when, whom it waits for, host, pid, lateness."""
-    entries = sorted((one for one in document["entries"] if "ended" not in one), key=lambda one: one["issued"])
-    ours = [one for one in entries if one["kind"] != "store"] or entries
-    late = not document.get("loop_turns", True)
-    yield document.get("state") or ("busy" if late else "waiting" if ours else "running")
-    if late:
-        yield _where(document)
-    elif ours:
-        yield _operation(ours[0]) + (f" and {len(entries) - 1} more" if len(entries) > 1 else "")
-    else:
-        yield document.get("why", "")
-    yield show_seconds(max(0.0, document["time"] - ours[0]["issued"])) if ours else ""
-    yield _waited_for(ours[0]) if ours else ""
-    yield document["host"]
-    yield str(document["pid"] or "")
-    yield (">" if late else "") + show_seconds(document["loop_late"]) if "loop_late" in document else ""
-
-
-def _operation(entry: dict[str, Any]) -> str:
-    if entry["kind"] == "store":
-        return f"store {entry['operation']} {', '.join(entry['keys'])}"
-    number = f" #{entry['sequence']}" if "sequence" in entry else ""
-    tag = f" tag {entry['tag']}" if entry.get("tag") else ""
-    group = f" of {entry['group']}" if entry["group"] != "default" else ""
-    site = f" at {_short(entry['site'])}" if "site" in entry else ""
-    return f"{entry['operation']}{number}{tag}{group}{site}"
-
-
-def _waited_for(entry: dict[str, Any]) -> str:
-    if "peer" in entry:
-        return "any rank" if entry["peer"] < 0 else f"rank {entry['peer']}"
-    ranks = entry.get("waiting_for") or []
-    more = f" and {len(ranks) - SHOWN_RANKS} more" if len(ranks) > SHOWN_RANKS else ""
-    return f"rank {', '.join(map(str, ranks[:SHOWN_RANKS]))}{more}" if ranks else ""
-
-
-def _where(document: dict[str, Any]) -> str:
-    """The innermost line of the program in the main thread."""
-    lines: list[str] = next((lines for name, lines in document["threads"].items() if name.startswith("MainThread")), [])
-    line = next((line for line in lines if not any(part in line for part in OURS)), "")
-    where, _, function = line.partition(" ")
-    computes = document["loop_cpu"] > COMPUTING * document["loop_late"]
-    verb = "computes" if computes else "sleeps or is blocked"
-    return f"{verb} at {_short(where)} {function}" if line else verb
-
-
-def _short(site: str) -> str:
-    path, _, line = site.rpartition(":")
-    return f"{Path(path).name}:{line}"
-
-
-def _printable(text: str) -> str:
-    """Return `text` with escapes, as in Python, for what is no visible character."""
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+    yield printable(f"{_title(world)}: {world.size} ranks" + ("" if here == world.size else f", {here} of them here"))
+    rows = Why(Job(world.documents.values(), world.size)).rows()
+    yield from rank_lines([row for row in rows if row["rank"] in world.documents])

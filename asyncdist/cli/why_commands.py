@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
 import click
-from rich.table import Table
-from rich.text import Text
 
 from asyncdist.cli.job_commands import STORE_LIMIT_S
 from asyncdist.cli.live import live_worlds
+from asyncdist.cli.rank_lines import printable, rank_lines
 from asyncdist.cli.store_target import Target, store_options
-from asyncdist.cli.tables import show_seconds, table_console
-from asyncdist.concurrency.integers import spell_ranks
 from asyncdist.inspect.job import Job
 from asyncdist.inspect.why import AFTER_S, Why
 
@@ -93,7 +90,7 @@ def why_command(looks: Mapping[str, Why], as_json: bool) -> None:
         click.echo(json.dumps([{"job": name, **asdict(verdict)} for name, verdict in verdicts.items()]))
     else:
         for name, verdict in verdicts.items():
-            click.echo(_printable((f"{name}: " if name else "") + verdict.sentence))
+            click.echo(printable((f"{name}: " if name else "") + verdict.sentence))
 
 
 @click.command("doctor", short_help="Say what is wrong with a job, and what each of its ranks does.")
@@ -106,35 +103,19 @@ def doctor_command(looks: Mapping[str, Why], as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([_report(name, look) for name, look in looks.items()]))
         return
-    console = table_console()
     for name, look in looks.items():
         verdict, rows = look.verdict(), look.rows()
-        click.echo(_printable((f"{name}: " if name else "") + verdict.sentence) + "\n")
+        click.echo(printable((f"{name}: " if name else "") + verdict.sentence) + "\n")
         first = sorted(rows, key=lambda row: row["rank"] not in verdict.ranks)[:ROWS_SHOWN]
-        console.print(_table(sorted(first, key=lambda row: row["rank"])))
+        for line in rank_lines(sorted(first, key=lambda row: row["rank"])):
+            click.echo(line)
         if len(rows) > ROWS_SHOWN:
             click.echo(f"and {len(rows) - ROWS_SHOWN} ranks more; --json shows all")
         for line in (*map(str, look.stragglers()), *(f"not read: {each}" for each in look.job.unread)):
-            click.echo(_printable(line))
+            click.echo(printable(line))
 
 
 def _report(name: str, look: Why) -> dict[str, Any]:
     late = list(map(asdict, look.stragglers()))
     report = {"job": name, "verdict": asdict(look.verdict()), "ranks": look.rows(), "stragglers": late}
     return report | {"unread": look.job.unread}
-
-
-def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("RANK", "STATE", "FOR", "WAITS FOR", "DOES", "HOST", "PID"):
-        table.add_column(name, justify="right" if name in ("RANK", "FOR", "PID") else "left", overflow="fold")
-    for row in rows:
-        since = show_seconds(row["since_s"]) if "since_s" in row else ""
-        ranks = spell_ranks(row.get("waits_for", ()))
-        cells = (row["rank"], row["state"], since, ranks, row["does"], row["host"] or "", row["pid"] or "")
-        table.add_row(*(Text(_printable(str(cell))) for cell in cells))
-    return table
-
-
-def _printable(text: str) -> str:
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)

@@ -7,6 +7,7 @@ what that rank does instead.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,6 +28,8 @@ ROUNDS: Final = 10
 LATE_SHARE: Final = 0.1
 """Of the time, that all others must have waited for a rank to call it slow."""
 LATE_OFTEN: Final = 0.8
+COMPUTING: Final = 0.02
+"""The part of the time that a thread has the processor, at least, if it computes on a host with much to do."""
 NAMED: Final = 4
 """Ranks that a sentence tells of one by one."""
 
@@ -290,8 +293,13 @@ class Why:
         if rank in self.job.missing:
             return self.job.told(rank)
         if self.waits.is_busy(rank):
-            return "it " + self._place(self.waits.busy_places(rank)[-1])
-        old = [each for each in self.waits.operations.get(rank, ()) if each.strands]
+            said = "it " + self._place(self.waits.busy_places(rank)[-1])
+            document = self.job.documents[rank]
+            blocked = document.get("loop_cpu", math.inf) < COMPUTING * document.get("loop_late", 0.0)
+            return said.replace("it computes", "it sleeps or is blocked", 1) if blocked else said
+        old = self.waits.operations.get(rank, ())
+        if self.job.documents[rank].get("awaits"):  # else nobody asked who awaits what
+            old = [each for each in old if each.strands]
         if old:
             return "it " + self._wait_in((rank,), old[0]).partition(" ")[2].partition(" ")[2]
         places = [strand.place for strand in self.waits.strands[rank] if "site" in strand.place]
@@ -383,8 +391,12 @@ class Why:
     def _row(self, rank: int, document: Document) -> dict[str, Any]:
         row: dict[str, Any] = {"rank": rank, "host": document.get("host"), "pid": document.get("pid")}
         waiting = min(self.waits.operations.get(rank, ()), key=lambda one: one.entry["issued"], default=None)
-        stopped = rank in self.waits.stopped
-        row["state"] = "stopped" if stopped else document.get("state", "runs" if waiting is None else "waits")
+        busy = not document.get("loop_turns", True)
+        row["state"] = document.get("state", "busy" if busy else "runs" if waiting is None else "waits")
+        if rank in self.waits.stopped:
+            row["state"] = "stopped"
+        if "loop_late" in document:
+            row["late_s"] = document["loop_late"]
         if waiting is not None:
             row |= {"operation": _name(waiting.entry), "since_s": round(waiting.age_s, 3)}
             row |= {"waits_for": [] if waiting.any else sorted(waiting.needs), "stuck": waiting in self.waits.stuck}

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
-from asyncdist.inspect.job import STATES, Document, Job
+from asyncdist.inspect.job import Document, Job
 from asyncdist.inspect.stragglers import stragglers
 from asyncdist.inspect.why import Why
 
@@ -21,7 +21,7 @@ def look(job: Job, now_s: float) -> dict[str, Any]:
     documents = list(job.documents.values())
     why = Why(job)
     verdict = why.verdict()
-    rows = [_row(row, job.documents[row["rank"]]) for row in why.rows()]
+    rows = [{"waits_for": (), **row, "missing": row["rank"] in job.missing} for row in why.rows()]
     recent = [
         (document["rank"], entry)
         for document in documents
@@ -49,21 +49,6 @@ def look(job: Job, now_s: float) -> dict[str, Any]:
         "bytes_per_s": sum(entry.get("bytes", 0) for _, entry in recent) / WINDOW_S,
         "links": _links(recent),
         "errors": sorted(_errors(documents), key=lambda one: -one["time"])[:SHOWN],
-    }
-
-
-def _row(row: Mapping[str, Any], document: Document) -> dict[str, Any]:
-    """A line of the table of ranks."""
-    return {
-        "rank": row["rank"],
-        "state": row["state"],
-        "missing": row["state"] in STATES,
-        "does": row["does"],
-        "since_s": row.get("since_s"),
-        "waits_for": row.get("waits_for", ()),
-        "late_s": document.get("loop_late"),
-        "host": row["host"],
-        "pid": row["pid"],
     }
 
 

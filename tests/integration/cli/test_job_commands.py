@@ -84,10 +84,10 @@ def soon(expected: dict[int, str], *where: object) -> None:
 def test_each_rank_says_what_it_does_whatever_that_is(by_store: bool) -> None:
     with serve_in_thread() as server, job(f"ps {by_store}", ASYNCDIST_STORE=f"127.0.0.1:{server.port}") as ranks:
         where = ["--namespace", f"ps {by_store}"] + (["--store", f"127.0.0.1:{server.port}"] if by_store else [])
-        soon({0: "waiting", 1: "busy", 2: "busy", 3: "running", 4: "waiting"}, *where)
+        soon({0: "waits", 1: "busy", 2: "busy", 3: "runs", 4: "waits"}, *where)
         lines = {line.split()[0]: line for line in invoke("ps", *where).stdout.splitlines()}
         assert "all_reduce #1" in lines["4"]
-        assert "rank 1, 2, 3" in lines["4"]
+        assert "1, 2, 3" in lines["4"]
         assert "sleeps or is blocked at <string>:" in lines["1"]
         assert "computes at <string>:" in lines["2"]
         found = documents("ps", *where)
@@ -124,7 +124,7 @@ def test_a_store_with_a_token_is_asked_with_it_and_no_other(tmp_path: Path) -> N
         where = ["--store", f"127.0.0.1:{port}", "--namespace", "token"]
         wrong = CliRunner().invoke(main, ["ps", *where, "--token-file", str(tmp_path / "wrong")])
         assert (wrong.exit_code, "tokens of client and server differ" in wrong.output) == (1, True)
-        assert states(*where, "--token-file", tmp_path / "token")[0] == "waiting"
+        assert states(*where, "--token-file", tmp_path / "token")[0] == "waits"
 
 
 def test_where_the_store_does_not_answer_the_ranks_of_this_host_are_asked() -> None:
@@ -162,7 +162,7 @@ asyncio.run(main())
     with job("by file", code):
         lines = invoke("ps", "--namespace", "by file").stdout.splitlines()
     (line,) = [line for line in lines if line.split()[0] == "4"]
-    assert "recv tag 7" in line
+    assert "recv from rank 0 (tag 7)" in line
     assert "rank 0" in line
 
 

@@ -28,6 +28,7 @@ def what_is_said(rank: int) -> dict[str, Any]:
     entry = {"kind": "collective", "operation": "all_reduce", "collective": "all_reduce", "group": "default"}
     entry |= {"group_id": "0", "tag": 0, "sequence": 3, "issued": made["time"] - 1, "waiting_for": [7]}
     made |= {"entries": [entry], "job": "many", "world": {"id": "0", "name": "default", "size": RANKS}}
+    made |= {"groups": [{"id": "0", "name": "default", "ranks": list(range(RANKS))}], "places": {}}
     return made | {"loop_turns": True, "loop_late": 0.0001}
 
 
@@ -49,7 +50,7 @@ def stand_in(rank: int) -> Handler:
 def test_a_thousand_ranks_are_shown_within_three_seconds() -> None:
     lines, took_s = asyncio.run(shown())
     assert len(lines) == RANKS
-    assert all("waiting  all_reduce #3" in line for line in lines)
+    assert all("waits  waits in all_reduce #3 of group default" in line for line in lines), lines[:3]
     assert_within(3.0, took_s)
 
 
