@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 from asyncdist.collectives.backend import CollectiveWork, WorkKey
+from asyncdist.concurrency.tasks import start_task
 from asyncdist.concurrency.trace import warn
 from asyncdist.errors import CollectiveTimeoutError
 from asyncdist.inspect.dumps import site_of, slow_s_from_environ
@@ -47,7 +48,9 @@ LOOK_S: Final = 0.25
 be asked about at a moment of its own."""
 
 SLOW_NAMED: Final = 16
-"""Ranks that such a line names."""
+"""Ranks that the line of the log on a slow operation names."""
+SLOW_ASKED: Final = 4
+"""Of these, ranks that are asked at which line they are: each rank asks only whom it waits for, however many wait."""
 SILENT: Final = "no answer"
 STOPPED: Final = "no answer: its process is stopped, by SIGSTOP or a debugger"
 """That of a rank which shares memory with this one, or whose launcher says so."""
@@ -102,6 +105,7 @@ class Deadlines:
         """What members have said of operations that take long."""
         self._told: set[WorkKey] = set()
         """Operations that a line of the log has spoken of."""
+        self._asking: set[asyncio.Task[None]] = set()
         self.askers: dict[int, int] = {}
         """Members that have waited long for a collective, and its tag: they are told when this group is closed here."""
 
@@ -151,6 +155,8 @@ class Deadlines:
         for probe in self._probes.values():
             probe.timer.cancel()
         self._probes.clear()
+        for asking in self._asking:
+            asking.cancel()
 
     def _restart(self, at_s: float) -> None:
         if self._timer is not None:
@@ -192,15 +198,25 @@ class Deadlines:
         self._world.tell(waited_for, Probe(self._group_id, *work.key), dial=len(waited_for) <= MAX_PROBE_DIALS)
 
     def _tell_slow(self, work: CollectiveWork, age_s: float) -> None:
-        """Say once in the log whom an operation waits for."""
+        """Say once in the log whom an operation waits for, and what these do, once they have been asked."""
         self._told.add(work.key)
-        said = self._late.get(work.key, {})
         waited_for = work.waiting_for()[:SLOW_NAMED]
         silent = {rank: STOPPED if self._world.is_stopped(rank) else NOT_HEARD_FROM for rank in waited_for}
-        whys = {rank: said.get(rank, silent[rank]) for rank in waited_for}
-        site = "" if work.entry is None else site_of(work.entry)
-        more = f"; called at {site}" if site else ""
-        warn("%s: waits for %.0f s%s%s", work.where, age_s, f" for {_spelled(whys)}" if whys else "", more)
+        telling = self._ask_and_tell(work, age_s, silent)
+        asking = start_task(self._loop, telling, name="asks whom an operation waits for")
+        self._asking.add(asking)
+        asking.add_done_callback(self._asking.discard)
+
+    async def _ask_and_tell(self, work: CollectiveWork, age_s: float, silent: Mapping[int, str]) -> None:
+        does: dict[int, str] = {}
+        try:
+            does = await self._world.doing(list(silent)[:SLOW_ASKED])
+        finally:
+            whys = {rank: self._late.get(work.key, {}).get(rank, why) for rank, why in silent.items()}
+            whys |= {rank: f"{whys[rank]}: {what}" for rank, what in does.items()}
+            site = "" if work.entry is None else site_of(work.entry)
+            more = f"; called at {site}" if site else ""
+            warn("%s: waits for %.0f s%s%s", work.where, age_s, f" for {_spelled(whys)}" if whys else "", more)
 
     def _probe(self, key: WorkKey) -> None:
         message = Probe(self._group_id, *key)

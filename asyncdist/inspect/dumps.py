@@ -59,11 +59,8 @@ ROOTED: Final = frozenset({"broadcast", "reduce", "gather", "scatter"})
 _written: dict[Path, int] = {}
 
 
-def document(rank: int, reason: str, *, under_way: bool = False) -> dict[str, Any]:
-    """What this process knows of global rank `rank`, as JSON has it.
-
-    With `under_way` only what is, and what ended last: then tasks are left out, too.
-    """
+def document(rank: int, reason: str, *, under_way: bool = False, with_tasks: bool = True) -> dict[str, Any]:
+    """What this process knows of global rank `rank`, as JSON has it; with `under_way` only what is, or ended last."""
     wall_s = time.time() - time.monotonic()
     entries = [entry for entry in _copy() if entry[GROUP] is None or entry[GROUP].rank == rank]
     if under_way:
@@ -73,7 +70,7 @@ def document(rank: int, reason: str, *, under_way: bool = False) -> dict[str, An
     operations = {id(entry): _described(entry, wall_s) for entry in entries}
     waiting = {each: told for each, told in operations.items() if "ended" not in told}
     threads, places = stacks.threads(waiting)
-    tasks, awaits = stacks.tasks(() if under_way else _loops(groups.values()), waiting)
+    tasks, awaits = stacks.tasks(_loops(groups.values()) if with_tasks else (), waiting)
     return {
         "format": FORMAT,
         "version": VERSION,

@@ -6,6 +6,7 @@ connects by Unix socket as the same user, who can read the environment and the m
 asked for is the handshake's context, so that the proof covers it. The answer is a length and JSON:
 
     NOW    a list of documents, of what is under way and what ended last, without tasks
+    WAITS  the same, with tasks
     ALL    a list of documents, of all that is remembered
     STATE  `state 4711`: the state of that process of this host as /proc has it, "" if there is none
 """
@@ -36,6 +37,7 @@ from asyncdist_server.serving.sockets import peer_credentials
 from asyncdist_server.wire.auth import MAX_HANDSHAKE_BYTES, AuthenticationError, ServerHandshake
 
 NOW: Final = b"now"
+WAITS: Final = b"waits"
 ALL: Final = b"all"
 STATE: Final = b"state "
 NAME: Final = "asyncdist-inspect-"
@@ -192,14 +194,15 @@ class Endpoint:
             if question.startswith(STATE):
                 found = process_state(int(question[len(STATE) :]))
             else:
-                found = self._documents(under_way=question == NOW)
+                found = self._documents(question)
             said = json.dumps(found, separators=(",", ":")).encode()
         except Exception as error:  # whatever it is, it is no reason to answer nobody any more
             info("cannot say what this process does: %r", error)
             said = b"[]"
         return LENGTH.pack(len(said)) + said
 
-    def _documents(self, *, under_way: bool) -> list[dict[str, Any]]:
+    def _documents(self, question: bytes) -> list[dict[str, Any]]:
+        parts = {"under_way": question in (NOW, WAITS), "with_tasks": question != NOW}
         worlds = [(facts, group) for facts in list(RECORDER.worlds) if (group := facts.group()) is not None]
         loops = {group.loop for _, group in worlds}
         now_s = monotonic()
@@ -209,7 +212,7 @@ class Endpoint:
         asked, self._turns = self._turns, {loop: each for loop, each in self._turns.items() if each.turned_s is None}
         found = []
         for facts, group in worlds:
-            described = document(facts.rank, "asked", under_way=under_way)
+            described = document(facts.rank, "asked", **parts)
             described |= asked[group.loop].described()
             described["job"] = os.environ.get("ASYNCDIST_JOB_ID", "")
             described["threads"].pop(f"{THREAD} ({threading.get_ident()})", None)

@@ -17,6 +17,8 @@ from typing import Any, Final
 
 from asyncdist.arrays.host import human_bytes
 from asyncdist.concurrency.integers import spell_ranks
+from asyncdist.inspect.ask import Door, ask_all
+from asyncdist.inspect.endpoint import WAITS
 from asyncdist.inspect.job import STATES, Document, Job
 from asyncdist.inspect.stragglers import Straggler, stragglers
 from asyncdist.inspect.waits import Operation, Waits, is_send
@@ -55,6 +57,14 @@ class Verdict:
 def why(job: Job, after_s: float = AFTER_S) -> Verdict:
     """What is wrong with a job. Operations that have waited for less than `after_s` seconds are no hang."""
     return Why(job, after_s).verdict()
+
+
+async def doing(doors: Mapping[int, Door], token: str | None, limit_s: float) -> dict[int, str]:
+    """What the ranks behind these doors do, as `Why.doing` says it, of those that answer within `limit_s` seconds."""
+    answers = await ask_all(doors.values(), token, WAITS, limit_s)
+    said = [one for rank, door in doors.items() for one in answers[door].documents if one["rank"] == rank]
+    look = Why(Job(said))
+    return {one["rank"]: look.doing(one["rank"]) for one in said}
 
 
 class Why:

@@ -46,6 +46,10 @@ class MpiMeeting:
         """There are no addresses."""
         return False
 
+    async def infos(self, ranks: Sequence[int]) -> list[dict[str, Any]]:
+        """Nobody says where it can be asked."""
+        return []
+
     async def words_of(self, rank: int) -> tuple[bytes, Absence]:
         """See Rendezvous."""
         return b"", Absence.NONE

@@ -42,6 +42,8 @@ class Inspection:
         self._key = key
         self._users = 0
         self._endpoint: Endpoint | None = None
+        self.token: str | None = key[1]
+        """Who asks other ranks proves it."""
         self.door: list[Any] = []
         """What the store is told: the fields of `Door`."""
 
@@ -138,7 +140,7 @@ async def worlds_of(store: Store, environ: Mapping[str, str] = os.environ) -> li
             terms = unpacked(await store.get(f"{prefix}terms"))
             worlds[name] = FoundWorld(name, terms["world_size"], f"{prefix}ready" in keys)
         world = worlds[name]
-        world.doors[rank] = _door(unpacked(packed), environ)
+        world.doors[rank] = door_of(unpacked(packed), environ)
         if f"{prefix}left/{rank}" in keys:
             world.ended[rank] = "left"
         elif leases and f"{prefix}here/{rank}" not in keys:
@@ -146,7 +148,8 @@ async def worlds_of(store: Store, environ: Mapping[str, str] = os.environ) -> li
     return list(worlds.values())
 
 
-def _door(info: dict[str, Any], environ: Mapping[str, str]) -> Door:
+def door_of(info: dict[str, Any], environ: Mapping[str, str] = os.environ) -> Door:
+    """Where a rank answers, by what it has told the store of itself."""
     host, pid, name, endpoints = info.get("door") or ["", 0, b"", []]
     if name.startswith(b"/"):
         directory = environ.get("ASYNCDIST_SOCKET_DIR", "").strip() or os.path.dirname(os.fsdecode(name))

@@ -304,9 +304,9 @@ class Rendezvous:
             try:
                 async with asyncio.timeout(LOOK_UP_LIMIT_S) as looking:
                     self._looking.add(looking)
-                    infos = await self._store.multi_get([self._key(f"info/{rank}") for rank in asked])
+                    infos = await self.infos(asked)
                 for rank, info in zip(asked, infos, strict=True):
-                    self.book.learn(rank, [unpacked(info)["address"]])
+                    self.book.learn(rank, [info["address"]])
             except (DistError, TimeoutError) as error:
                 if not self.book.complete:
                     why = str(error) or f"the store did not answer within {LOOK_UP_LIMIT_S:g} s"
@@ -314,6 +314,10 @@ class Rendezvous:
             finally:
                 self._looking.discard(looking)
         return {rank: address for rank in ranks if (address := self.book.get(rank)) is not None}
+
+    async def infos(self, ranks: Sequence[int]) -> list[dict[str, Any]]:
+        """What these ranks have told the store of themselves. Raises DistError."""
+        return [unpacked(info) for info in await self._store.multi_get([self._key(f"info/{rank}") for rank in ranks])]
 
     def learn(self, first: int, addresses: Sequence[bytes]) -> bool:
         """Another rank tells where `first` and those after it listen. Returns whether now, at last, all is known."""

@@ -37,7 +37,7 @@ from asyncdist.world.control import (
 )
 from asyncdist.world.host_losses import hear_losses
 from asyncdist.world.init_method import StoreSource
-from asyncdist.world.inspection import Inspection
+from asyncdist.world.inspection import Inspection, door_of
 from asyncdist.world.rendezvous import Met
 
 __all__ = [
@@ -76,6 +76,8 @@ WORDS_HEAD_BYTES: Final = 5
 """What msgpack puts before a list, or bytes, of any length."""
 LEAVE_LIMIT_S: Final = 5.0
 """How long saying goodbye to peers may take."""
+DOING_S: Final = 1.5
+"""How long the store and the ranks may take, together, to say what ranks do."""
 DOUBTFUL_STORE_S: Final = 0.5
 """How long closing the store may take after a host was lost: launchers wait for three seconds in all."""
 
@@ -109,6 +111,9 @@ class Meeting(Protocol):
 
     book: AddressBook
     """Where the ranks listen, as far as this one knows."""
+
+    async def infos(self, ranks: Sequence[int]) -> list[dict[str, Any]]:
+        """What these ranks say of themselves, and where they can be asked; of all, or none. Raises DistError."""
 
     async def words_of(self, rank: int) -> tuple[bytes, Absence]:
         """What a rank that takes no connection has left to say, and what became of it."""
@@ -212,6 +217,24 @@ class World:
         """Whether the process of `rank` is known to be stopped, by a signal or by a debugger."""
         memory = self.mesh.memory
         return rank in self._stopped or (memory is not None and memory.stopped(rank))
+
+    async def doing(self, ranks: Sequence[int]) -> dict[int, str]:
+        """What these ranks do, of those that say so within `DOING_S`: `it sleeps in time.sleep at train.py:7 (load)`.
+
+        Never raises but CancelledError: who asks has other worries.
+        """
+        if self.inspection is None or getattr(self.loop, "virtual_time", False):
+            return {}
+        from asyncdist.inspect.why import doing
+
+        try:
+            async with asyncio.timeout(DOING_S):
+                infos = await self._rendezvous.infos(ranks)
+                doors = {rank: door_of(info) for rank, info in zip(ranks, infos, strict=False)}
+                return await doing(doors, self.inspection.token, DOING_S / 2)
+        except Exception as error:
+            events.info("rank %d: cannot ask what ranks %s do: %r", self.rank, list(ranks), error)
+            return {}
 
     def _host_lost(self, ranks: range, why: str) -> None:
         for rank in ranks:

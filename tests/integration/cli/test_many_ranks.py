@@ -24,7 +24,7 @@ Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]
 
 
 def what_is_said(rank: int) -> dict[str, Any]:
-    made: dict[str, Any] = document(rank, "asked", under_way=True)
+    made: dict[str, Any] = document(rank, "asked", under_way=True, with_tasks=False)
     entry = {"kind": "collective", "operation": "all_reduce", "collective": "all_reduce", "group": "default"}
     entry |= {"group_id": "0", "tag": 0, "sequence": 3, "issued": made["time"] - 1, "waiting_for": [7]}
     made |= {"entries": [entry], "job": "many", "world": {"id": "0", "name": "default", "size": RANKS}}

@@ -94,7 +94,7 @@ async def test_slow_askers_give_their_places_up(monkeypatch: pytest.MonkeyPatch)
 async def test_many_ask_at_once_also_for_long_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = {"host": HERE, "pid": 1, "job": "", "loop_turns": True, "loop_late": 0.0, "program": ["x" * 1_000_000]}
     documents = [document(0, "") | facts | {"world": {"id": "0", "name": "default", "size": 1}}]
-    monkeypatch.setattr(Endpoint, "_documents", lambda self, *, under_way: documents)
+    monkeypatch.setattr(Endpoint, "_documents", lambda self, question: documents)
     with serving() as doors:
         answers = await asyncio.gather(*(asked(doors[i % 2], TOKEN, limit_s=20) for i in range(2 * MAX_ASKERS)))
     programs = [one["program"] for answer in answers for one in answer.documents]
