@@ -203,6 +203,7 @@ async def test_vectors_are_reduced_in_parts_of_which_each_rank_has_one(world: in
 async def test_who_has_not_put_out_its_result_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has begun, and is busy; the others say whom they wait for, and go on once its result is there."""
     real = InlineQueue._results_ready
+    seen = asyncio.Barrier(WORLD)
 
     async def main(group: Group) -> None:
         choose(group, "all_reduce", "shared", 1)
@@ -223,6 +224,7 @@ async def test_who_has_not_put_out_its_result_is_waited_for(monkeypatch: pytest.
         assert not work.done()
         if group.rank != 2:
             assert lane.not_begun(lane.inline.queue[0].number) == (2,)
+        await seen.wait()
         folded.set()
         lane.soon()
         assert (await work == sum(of_rank(rank, 9) for rank in range(group.size))).all()
