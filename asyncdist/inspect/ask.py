@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncdist.inspect.endpoint import ALL, LENGTH, NAME, PURPOSE, STATE, may_ask, process_state
-from asyncdist.inspect.job import MAX_RANKS, checked
+from asyncdist.inspect.job import MAX_RANKS, checked, is_a
 from asyncdist_server.serving.sockets import peer_credentials
 from asyncdist_server.wire.auth import MAX_HANDSHAKE_BYTES, AuthenticationError, ClientHandshake
 
@@ -24,6 +24,8 @@ ASK_S: Final = 1.5
 ASKED_TOGETHER: Final = 256
 """Processes asked at a time, so that the usual 1,024 descriptors suffice."""
 MAX_ANSWER_BYTES: Final = 64 << 20
+MAX_ANSWERS_BYTES: Final = 1 << 30
+"""Of all that are asked together."""
 STOPPED: Final = ("T", "t")
 WHY_STOPPED: Final = "it is stopped (SIGSTOP, or a debugger)"
 HUNG_UP: Final = "it has ended, or its world has"
@@ -57,15 +59,35 @@ class _Unheard(Exception):
         self.answer = Answer((), state, why)
 
 
+@dataclass
+class _Room:
+    """How much the answers that are still to come may say."""
+
+    left: int
+
+    def take(self, nbytes: int) -> None:
+        if nbytes > min(self.left, MAX_ANSWER_BYTES):
+            raise _Unheard("silent", f"its answer of {nbytes} bytes is too long")
+        self.left -= nbytes
+
+
 async def ask_all(
-    doors: Iterable[Door], token: str | None, question: bytes = ALL, limit_s: float = ASK_S
+    doors: Iterable[Door],
+    token: str | None,
+    question: bytes = ALL,
+    limit_s: float = ASK_S,
+    most_bytes: int = MAX_ANSWERS_BYTES,
 ) -> dict[Door, Answer]:
-    """Ask all, in parallel; what does not answer within `limit_s` is silent, or stopped if its host can tell."""
+    """Ask all, in parallel; what does not answer within `limit_s` is silent, or stopped if its host can tell.
+
+    Once the answers have `most_bytes`, further ones are not read, and count as silent.
+    """
     together = asyncio.Semaphore(ASKED_TOGETHER)
+    room = _Room(most_bytes)
 
     async def ask_one(door: Door) -> bytes | Answer:
         async with together:
-            return await _ask(door, token, question, limit_s)
+            return await _ask(door, token, question, limit_s, room)
 
     doors = list(dict.fromkeys(doors))
     heard = dict(zip(doors, await asyncio.gather(*map(ask_one, doors)), strict=True))
@@ -80,7 +102,7 @@ async def ask_all(
             found[door] = Answer((), "stopped", WHY_STOPPED)
 
     async def ask_one_of(neighbor: Door, pid: int) -> Any:
-        said = await _ask(neighbor, token, STATE + b"%d" % pid, limit_s)
+        said = await _ask(neighbor, token, STATE + b"%d" % pid, limit_s, room)
         return None if isinstance(said, Answer) else json.loads(said)
 
     await asyncio.gather(*map(ask_neighbor, silent))
@@ -106,23 +128,24 @@ def _is_live(document: dict[str, Any]) -> bool:
     if not isinstance(world, dict) or not isinstance(document.get("job"), str):
         return False
     kinds = {"host": str, "pid": int, "loop_turns": bool, "loop_late": float}
+    kinds |= {} if document.get("loop_turns") else {"loop_cpu": float}
     return (
         isinstance(world.get("id"), str)
         and isinstance(world.get("name"), str)
         and type(world.get("size")) is int
         and document["rank"] < world["size"] <= MAX_RANKS
-        and all(isinstance(document.get(name), kind) for name, kind in kinds.items())
+        and all(is_a(document.get(name), kind) for name, kind in kinds.items())
     )
 
 
-async def _ask(door: Door, token: str | None, question: bytes, limit_s: float) -> bytes | Answer:
+async def _ask(door: Door, token: str | None, question: bytes, limit_s: float, room: _Room) -> bytes | Answer:
     try:
         async with asyncio.timeout(limit_s):
             with await _connect(door) as sock:
                 own = sock.family == socket.AF_UNIX and may_ask(sock)
                 if own and process_state(peer_credentials(sock)[0]) in STOPPED:
                     return Answer((), "stopped", WHY_STOPPED)
-                return await _converse(sock, token, question, own=own)
+                return await _converse(sock, token, question, room, own=own)
     except TimeoutError:
         return Answer((), "silent", f"no answer within {limit_s:g} s")
     except _Unheard as unheard:
@@ -163,7 +186,7 @@ async def _connect(door: Door) -> socket.socket:
     raise _Unheard("gone", "nobody listens where it did") from refused
 
 
-async def _converse(sock: socket.socket, token: str | None, question: bytes, *, own: bool) -> bytes:
+async def _converse(sock: socket.socket, token: str | None, question: bytes, room: _Room, *, own: bool) -> bytes:
     loop = asyncio.get_running_loop()
     handshake = ClientHandshake(token, question, PURPOSE, optional=own)
     await loop.sock_sendall(sock, handshake.start())
@@ -171,9 +194,11 @@ async def _converse(sock: socket.socket, token: str | None, question: bytes, *, 
         if reply := handshake.receive(await _receive(sock, MAX_HANDSHAKE_BYTES // 2)):
             await loop.sock_sendall(sock, reply)
     said = bytearray(handshake.leftover)
-    while len(said) < LENGTH.size or len(said) < LENGTH.size + (wanted := LENGTH.unpack_from(said)[0]):
-        if len(said) >= LENGTH.size and wanted > MAX_ANSWER_BYTES:
-            raise _Unheard("silent", f"its answer of {wanted} bytes is too long")
+    while len(said) < LENGTH.size:
+        said += await _receive(sock, _READ_BYTES)
+    (wanted,) = LENGTH.unpack_from(said)
+    room.take(wanted)
+    while len(said) < LENGTH.size + wanted:
         said += await _receive(sock, _READ_BYTES)
     return bytes(said[LENGTH.size : LENGTH.size + wanted])
 

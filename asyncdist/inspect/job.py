@@ -19,6 +19,10 @@ MAX_DUMP_BYTES: Final = 64 << 20
 """A ring of 2,000 operations and 1,000 stacks take some MB."""
 MAX_RANKS: Final = 1 << 16
 """A number that a file makes up must not take up the memory: more ranks have not been seen."""
+MAX_ENTRIES: Final = 1 << 15
+"""Of a document, the last ones: what is found in them takes longer than they are."""
+MAX_NUMBER: Final = 1 << 63
+"""What is not below it, as infinity, is no time, no size and no rank."""
 AFTERMATH_S: Final = 60.0
 """What a process writes so soon after another dump shows what came of the failure, and no more what led to it."""
 
@@ -46,7 +50,7 @@ _FIELDS: Final[Mapping[str, Mapping[str, type]]] = {
     "event": {"group": str, "group_id": str},
 }
 _OPTIONAL: Final[Mapping[str, type | tuple[type, ...]]] = {
-    **dict.fromkeys(("site", "function", "task", "error", "awaited_at"), str),
+    **dict.fromkeys(("site", "function", "task", "error", "awaited_at", "transport"), str),
     **dict.fromkeys(("root", "last", "bytes", "peer"), int),
     **dict.fromkeys(("waiting_for", "waiters"), list),
     "ended": (int, float),
@@ -119,14 +123,21 @@ def checked(document: object) -> Document:
     for name, kind in _PARTS.items():
         if not isinstance(document.setdefault(name, kind()), kind):
             raise ValueError(f"{name} is no {kind.__name__}")
-    if not isinstance(document.get("time"), int | float):
+    if not is_a(document.get("time"), (int, float)):
         raise ValueError("it has no time")
-    document["stopped"] = [rank for rank in document["stopped"] if isinstance(rank, int)]
-    document["entries"] = list(filter(_is_entry, document["entries"]))
+    document["stopped"] = [rank for rank in document["stopped"] if is_a(rank, int)]
+    document["entries"] = list(filter(_is_entry, document["entries"][-MAX_ENTRIES:]))
     document["groups"] = list(filter(_is_group, document["groups"]))
     for name in ("places", "awaits"):
         document[name] = {key: place for key, place in document[name].items() if _is_place(place)}
+    for name in ("threads", "tasks"):
+        document[name] = {key: lines for key, lines in document[name].items() if _are_lines(lines)}
     return document
+
+
+def is_a(value: object, kind: type | tuple[type, ...]) -> bool:
+    """Whether a value is of that kind, and, if it is a number, one to calculate with."""
+    return isinstance(value, kind) and (not isinstance(value, int | float) or abs(value) < MAX_NUMBER)
 
 
 def _is_entry(entry: object) -> bool:
@@ -135,8 +146,8 @@ def _is_entry(entry: object) -> bool:
     needed: dict[str, Any] = {"operation": str, "issued": (int, float), **_FIELDS[entry["kind"]]}
     optional = {name: kind for name, kind in _OPTIONAL.items() if name in entry}
     return (
-        all(isinstance(entry.get(name), kind) for name, kind in {**needed, **optional}.items())
-        and all(isinstance(rank, int) for rank in entry.get("waiting_for", ()))
+        all(is_a(entry.get(name), kind) for name, kind in {**needed, **optional}.items())
+        and all(is_a(rank, int) for rank in entry.get("waiting_for", ()))
         and all(isinstance(text, str) for name in ("waiters", "keys") for text in entry.get(name, ()))
     )
 
@@ -150,13 +161,17 @@ def _is_place(place: object) -> bool:
     )
 
 
+def _are_lines(lines: object) -> bool:
+    return isinstance(lines, list) and all(isinstance(line, str) for line in lines)
+
+
 def _is_group(group: object) -> bool:
     return (
         isinstance(group, dict)
         and isinstance(group.get("id"), str)
         and isinstance(group.get("name"), str)
         and isinstance(group.get("ranks"), list)
-        and all(isinstance(rank, int) for rank in group["ranks"])
+        and all(is_a(rank, int) for rank in group["ranks"])
     )
 
 

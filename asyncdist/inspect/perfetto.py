@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from heapq import heappush, heapreplace
 from itertools import count
 from typing import Any, Final
 
@@ -50,7 +51,7 @@ class _Rank:
         doubt = doubt if clock.bound_s < 1e9 else ", clock not compared"
         self._name = f"{name} ({document.get('host', '')}{doubt})"
         self._lanes: dict[str, list[tuple[float, int]]] = defaultdict(list)
-        """By name, until when each track of that name is taken: operations that overlap need several."""
+        """By name, until when each track of that name is taken, as a heap: operations that overlap need several."""
 
     def packets(self, leaves: Mapping[int, int], arrives: Mapping[int, int]) -> Iterator[bytes]:
         """`leaves` and `arrives` are the arrows at the beginning and end of entries, by their `id`."""
@@ -88,12 +89,10 @@ class _Rank:
     def _lane(self, name: str, begin_s: float, end_s: float) -> Generator[bytes, None, int]:
         """Returns a track of that name which is free; Perfetto shows tracks of one name as one."""
         lanes = self._lanes[name]
-        for index, (until_s, track) in enumerate(lanes):
-            if until_s <= begin_s:
-                lanes[index] = end_s, track
-                return track
+        if lanes and lanes[0][0] <= begin_s:
+            return heapreplace(lanes, (end_s, lanes[0][1]))[1]
         track = next(self._numbers)
-        lanes.append((end_s, track))
+        heappush(lanes, (end_s, track))
         yield _packet(60, _field(1, track) + _field(5, self._track) + _field(2, name))
         return track
 

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from typing import Any, NamedTuple, TypeAlias
 
-Document: TypeAlias = Mapping[str, Any]
-"""What `dumps.document` returns, or was read of a file."""
+from asyncdist.inspect.job import MAX_NUMBER, Document
 
 
 class Clock(NamedTuple):
@@ -54,7 +53,9 @@ def _compared(document: Document) -> Iterator[tuple[int, float, float]]:
         case {"compared": [*told]}:
             for one in told:
                 match one:
-                    case {"rank": int(rank), "ahead_s": float(ahead_s), "bound_s": float(bound_s)} if bound_s >= 0:
+                    case {"rank": int(rank), "ahead_s": float(ahead_s), "bound_s": float(bound_s)} if (
+                        bound_s >= 0 and abs(ahead_s) < MAX_NUMBER
+                    ):
                         yield rank, ahead_s, bound_s
 
 
@@ -110,6 +111,8 @@ def messages(documents: Sequence[Document], clock: Mapping[int, Clock]) -> Itera
                     received[entry["group_id"], entry["tag"], entry["peer"], rank].append(entry)
     for key, receives in received.items():
         group_id, _, sender, receiver = key
+        if sender not in clock:  # it has not been heard
+            continue
         pairs: Pairs = sent[key], receives
         if not {(group_id, sender), (group_id, receiver)} <= whole:
             later_s = clock[sender].ahead_s - clock[receiver].ahead_s + clock[sender].doubt_s(clock[receiver])

@@ -11,16 +11,22 @@ from __future__ import annotations
 import ast
 import functools
 import linecache
+import os
+import stat
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from asyncdist.inspect.job import Document, Job
 
 Key: TypeAlias = tuple[str, int, int]
 """Group id, tag and sequence number of a collective."""
+Way: TypeAlias = tuple[int, int, str, bool]
+"""Rank, peer and group id of messages, and whether the rank sends them."""
 
+MAX_SOURCE_BYTES: Final = 1 << 20
+"""A program that is longer is not looked at."""
 _SETTERS = frozenset({"set", "add", "append", "compare_set", "multi_set", "queue_push", "set_if_absent"})
 
 
@@ -72,7 +78,9 @@ class Waits:
         self.calls: dict[Key, dict[int, Document]] = defaultdict(dict)
         self._called: dict[tuple[str, int], dict[int, int]] = defaultdict(dict)
         self._absent: dict[Key, frozenset[int]] = {}
-        self.messages: dict[int, list[Document]] = defaultdict(list)
+        self.messages: dict[Way, list[Document]] = defaultdict(list)
+        self._open: set[tuple[int, int, str, bool, int]] = set()
+        """Way and tag of messages under way."""
         self.operations: dict[int, list[Operation]] = defaultdict(list)
         self.strands: dict[int, list[Strand]] = {}
         for rank, document in job.documents.items():
@@ -136,7 +144,10 @@ class Waits:
                 place[rank] = max(place.get(rank, -1), entry["sequence"])
                 self.calls[entry["group_id"], entry["tag"], entry["sequence"]][rank] = entry
             elif entry["kind"] == "message":
-                self.messages[rank].append(entry)
+                way = rank, entry["peer"], entry["group_id"], is_send(entry)
+                self.messages[way].append(entry)
+                if "ended" not in entry:
+                    self._open.add((*way, entry["tag"]))
             internal = entry["kind"] == "store" and ours.issuperset(entry.get("waiters", ("",)))
             if "ended" not in entry and entry["kind"] != "event" and not internal:
                 self.operations[rank].append(Operation(rank, entry, document["time"] - entry["issued"]))
@@ -198,14 +209,9 @@ class Waits:
 
     def _has_partner(self, operation: Operation) -> bool:
         """Whether the other end of a message is under way too."""
-        entry, sends = operation.entry, is_send(operation.entry)
-        return any(
-            "ended" not in other
-            and is_send(other) != sends
-            and other["peer"] in (operation.rank, -1)
-            and (other["tag"], other["group_id"]) == (entry["tag"], entry["group_id"])
-            for other in self.messages[entry["peer"]]
-        )
+        entry = operation.entry
+        what = entry["group_id"], not is_send(entry), entry["tag"]
+        return any((entry["peer"], peer, *what) in self._open for peer in (operation.rank, -1))
 
     def _setters(self, keys: list[str], waiting: Operation) -> Iterator[tuple[int, str]]:
         """Ranks whose code would set one of the keys further down in a function that waits now, and the lines."""
@@ -287,7 +293,10 @@ def _sets_later(file: str, line: int, key: str) -> int:
 @functools.lru_cache(256)
 def _functions(file: str) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
     try:
+        found = os.stat(file)  # a document may name any file of this host, also a device or a pipe
+        if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_SOURCE_BYTES:
+            return []
         tree = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError, RecursionError):
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return []
     return [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]

@@ -12,6 +12,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import PurePath
 from typing import Any, Final
 
@@ -165,11 +166,13 @@ class Why:
     # What hangs.
 
     def _wrong_tag(self) -> Verdict | None:
+        unmatched = cache(self._unmatched)
         for operation in self._old:
-            peer = operation.entry.get("peer", -1)
-            if operation.kind == "message" and operation.needs and peer not in (-1, *self.job.missing):
+            peer, tag = operation.entry.get("peer", -1), operation.entry.get("tag")
+            if operation.kind == "message" and operation.needs and peer != -1 and peer not in self.job.missing:
                 sends = is_send(operation.entry)
-                other = self._unmatched(operation)
+                others = unmatched(operation.rank, peer, operation.entry["group_id"], sends)
+                other = next((one for one in others if one["tag"] != tag), None)
                 if other is not None:
                     does, did = ("sends to", "receives") if sends else ("receives from", "has sent")
                     text = (
@@ -180,26 +183,16 @@ class Why:
                     return Verdict("tag", text, (operation.rank, peer), proven=operation in self.waits.stuck)
         return None
 
-    def _unmatched(self, operation: Operation) -> Document | None:
-        """A message of the other rank, to or from this one, of another tag, that this rank has no partner for."""
-        entry, rank, sends = operation.entry, operation.rank, is_send(operation.entry)
-
-        def those(of: int, other: int, sent: bool) -> list[Document]:
-            return [
-                one
-                for one in self.waits.messages[of]
-                if one["peer"] == other
-                and is_send(one) == sent
-                and one["group_id"] == entry["group_id"]
-                and "error" not in one
-            ]
-
-        partners = Counter(one["tag"] for one in those(rank, entry["peer"], sends))
-        for one in those(entry["peer"], rank, not sends):
-            partners[one["tag"]] -= 1
-            if partners[one["tag"]] < 0 and one["tag"] != entry["tag"]:
-                return one
-        return None
+    def _unmatched(self, rank: int, peer: int, group_id: str, sends: bool) -> list[Document]:
+        """Messages of the other rank, to or from this one, that this rank has no partner for: the first of each tag."""
+        partners = Counter(one["tag"] for one in self.waits.messages[rank, peer, group_id, sends] if "error" not in one)
+        found: dict[int, Document] = {}
+        for one in self.waits.messages[peer, rank, group_id, not sends]:
+            if "error" not in one:
+                partners[one["tag"]] -= 1
+                if partners[one["tag"]] < 0:
+                    found.setdefault(one["tag"], one)
+        return list(found.values())
 
     def _deadlock(self) -> Verdict | None:
         old = set(self._old)

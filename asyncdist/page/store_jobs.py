@@ -24,6 +24,9 @@ ALL_RANKS: Final = 16
 """Of larger worlds only what is under way is asked for each second: all that a rank remembers is up to a MB, and the
 daemon has other things to do."""
 
+MAX_BYTES: Final = 64 << 20
+"""Of the answers of all ranks of a job, as this is the daemon's memory: of some hundred that remember all they can."""
+
 T = TypeVar("T")
 
 
@@ -69,7 +72,7 @@ class StoreJobs:
             if _title(job, world) == name:
                 question = ALL if all_ranks is None or world.size <= all_ranks else NOW
                 async with self._client(TCPStore, job) as store:
-                    asked = await asked_by_store(store, job, world.name, question)
+                    asked = await asked_by_store(store, job, world.name, question, MAX_BYTES)
                 return Job(asked[0].documents.values(), asked[0].size) if asked else None
         return None
 

@@ -7,6 +7,7 @@ has a token and other hosts can reach it.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import re
 import socket
@@ -16,8 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
 from asyncdist.concurrency import trace as events
+from asyncdist.errors import DistStoreError
 from asyncdist.inspect.ask import Door
 from asyncdist.inspect.endpoint import Endpoint, name_of
+from asyncdist.inspect.job import MAX_RANKS
 from asyncdist.store import Store
 from asyncdist.transport.addresses import LocalAddress
 from asyncdist.transport.config import TransportConfig
@@ -28,8 +31,10 @@ from asyncdist.world.attempts import unpacked
 VARIABLE: Final = "ASYNCDIST_INSPECT"
 INFOS_TOGETHER: Final = 1024
 """Ranks in one request."""
+MAX_ENDPOINTS: Final = 4
+"""Addresses of a rank that are tried."""
 
-_INFO: Final = re.compile(r"world/(.+)/(\d+)/info/(\d+)")
+_INFO: Final = re.compile(r"world/(.+)/([0-9]{1,9})/info/([0-9]{1,9})", re.DOTALL)
 
 
 class Inspection:
@@ -122,7 +127,10 @@ class FoundWorld:
 
 
 async def worlds_of(store: Store, environ: Mapping[str, str] = os.environ) -> list[FoundWorld]:
-    """The worlds whose keys are in that store, each in its newest attempt. Raises DistError."""
+    """The worlds whose keys are in that store, each in its newest attempt. Raises DistError.
+
+    Every member can write those keys: what is no world, or no rank of one, is left out.
+    """
     keys = set(await store.list_keys("world/"))
     newest: dict[str, int] = {}
     found = [(match[1], int(match[2]), int(match[3]), key) for key in keys if (match := _INFO.fullmatch(key))]
@@ -133,25 +141,46 @@ async def worlds_of(store: Store, environ: Mapping[str, str] = os.environ) -> li
     for first in range(0, len(infos), INFOS_TOGETHER):
         said += await store.multi_get([key for *_, key in infos[first : first + INFOS_TOGETHER]])
     leases = any("/here/" in key for key in keys)
-    worlds = {}
+    worlds: dict[str, FoundWorld] = {}
     for (name, _, rank, key), packed in zip(infos, said, strict=True):
         prefix = key.rpartition("info/")[0]
         if name not in worlds:
-            terms = unpacked(await store.get(f"{prefix}terms"))
-            worlds[name] = FoundWorld(name, terms["world_size"], f"{prefix}ready" in keys)
+            terms = _record(await store.get(f"{prefix}terms")) if f"{prefix}terms" in keys else {}
+            size = terms.get("world_size")
+            size = size if type(size) is int and 0 < size <= MAX_RANKS else 0
+            worlds[name] = FoundWorld(name, size, f"{prefix}ready" in keys)
         world = worlds[name]
-        world.doors[rank] = door_of(unpacked(packed), environ)
+        if rank >= world.size:
+            continue
+        world.doors[rank] = door_of(_record(packed), environ)
         if f"{prefix}left/{rank}" in keys:
             world.ended[rank] = "left"
         elif leases and f"{prefix}here/{rank}" not in keys:
             world.ended[rank] = "gone"
-    return list(worlds.values())
+    return [world for world in worlds.values() if world.size]
+
+
+def _record(packed: bytes) -> dict[str, Any]:
+    with contextlib.suppress(DistStoreError):
+        return unpacked(packed)
+    return {}
 
 
 def door_of(info: dict[str, Any], environ: Mapping[str, str] = os.environ) -> Door:
-    """Where a rank answers, by what it has told the store of itself."""
-    host, pid, name, endpoints = info.get("door") or ["", 0, b"", []]
-    if name.startswith(b"/"):
-        directory = environ.get("ASYNCDIST_SOCKET_DIR", "").strip() or os.path.dirname(os.fsdecode(name))
-        name = path_of(directory, name) or b""
-    return Door(host, pid, name, tuple((ip, port) for ip, port in endpoints))
+    """Where a rank answers, by what it has told the store of itself: numbers, as names take seconds to look up."""
+    match info.get("door"):
+        case [str(host), int(pid), bytes(name), list(told)] if b"\0" not in name[1:]:
+            if name.startswith(b"/"):
+                directory = environ.get("ASYNCDIST_SOCKET_DIR", "").strip() or os.path.dirname(os.fsdecode(name))
+                name = path_of(directory, name) or b""
+            endpoints = tuple((ip, port) for ip, port in filter(_is_endpoint, told[:MAX_ENDPOINTS]))
+            return Door(host, pid, name if name[:1] in (b"/", b"\0") else b"", endpoints)
+    return Door("", 0)
+
+
+def _is_endpoint(told: object) -> bool:
+    match told:
+        case [str(ip), int(port)] if 0 < port < 1 << 16:
+            with contextlib.suppress(ValueError):
+                return ipaddress.ip_address(ip).compressed != ""
+    return False

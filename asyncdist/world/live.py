@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from asyncdist.inspect.ask import Answer, Door, ask_all, doors_here, stub
+from asyncdist.inspect.ask import MAX_ANSWERS_BYTES, Answer, Door, ask_all, doors_here, stub
 from asyncdist.inspect.endpoint import ALL, name_of
 from asyncdist.launch.rendezvous.job_store import LAUNCHERS_NAMESPACE
 from asyncdist.store import TCPStore
@@ -43,11 +43,13 @@ async def jobs_of(observer: TCPStore) -> list[str]:
     return [name for name in named if name != LAUNCHERS_NAMESPACE][:MAX_JOBS]
 
 
-async def asked_by_store(store: TCPStore, job: str, group: str, question: bytes = ALL) -> list[LiveWorld]:
+async def asked_by_store(
+    store: TCPStore, job: str, group: str, question: bytes = ALL, most_bytes: int = MAX_ANSWERS_BYTES
+) -> list[LiveWorld]:
     """Ask the ranks of a job's worlds, whose keys are in `store`; `group` names one of them. Raises DistError."""
     known = [world for world in await worlds_of(store) if group in ("", world.name)]
     doors = [door for world in known for door in world.doors.values()]
-    answers = await ask_all(doors, store.dialer.token, question)
+    answers = await ask_all(doors, store.dialer.token, question, most_bytes=most_bytes)
     return [_world(job, world, answers) for world in known]
 
 

@@ -101,6 +101,16 @@ async def test_many_ask_at_once_also_for_long_answers(monkeypatch: pytest.Monkey
     assert programs == [facts["program"]] * (2 * MAX_ASKERS)
 
 
+async def test_all_answers_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = {"host": HERE, "pid": 1, "job": "", "loop_turns": True, "loop_late": 0.0, "program": "x" * 1_000_000}
+    documents = [document(0, "") | facts | {"world": {"id": "0", "name": "default", "size": 1}}]
+    monkeypatch.setattr(Endpoint, "_documents", lambda self, *, under_way: documents)
+    with serving() as doors:
+        answers = await ask_all(doors, TOKEN, limit_s=5, most_bytes=1_500_000)
+    assert sorted(len(answer.documents) for answer in answers.values()) == [0, 1]
+    assert any("too long" in answer.why for answer in answers.values())
+
+
 async def test_what_cannot_be_said_does_not_end_the_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: Endpoint, *, under_way: bool) -> None:
         raise RuntimeError("planted")

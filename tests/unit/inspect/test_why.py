@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,9 @@ from hypothesis import strategies as st
 from asyncdist.cli import main as command
 from asyncdist.inspect.dumps import FORMAT, VERSION
 from asyncdist.inspect.job import AFTERMATH_S, MAX_DUMP_BYTES, Job, checked
+from asyncdist.inspect.perfetto import trace
 from asyncdist.inspect.why import ROUNDS, Why, why
+from asyncdist.page.look import look
 
 NOW_S = 1_000.0
 GROUPS = {"default": "0" * 16, "a": "a" * 16, "b": "b" * 16}
@@ -285,4 +289,41 @@ def test_hostile_documents_are_refused_or_judged(data: st.DataObject) -> None:
             continue
     looked = Why(Job(found))
     assert looked.verdict().sentence
-    assert json.dumps(looked.rows())
+    assert json.dumps(looked.rows(), allow_nan=False)
+    assert json.dumps(look(Job(found), NOW_S), allow_nan=False)
+    assert b"".join(trace(found)) or not found
+
+
+ODD = (float("nan"), float("inf"), -float("inf"), 10**400, 1 << 63, "1", None, [], {})
+
+
+@pytest.mark.parametrize("odd", ODD, ids=lambda odd: f"{odd!r:.8}")
+def test_what_is_no_number_is_no_time_and_no_size(odd: object) -> None:
+    with pytest.raises(ValueError, match="no time"):
+        rank(0, time=odd)
+    for name in ("issued", "ended", "bytes", "tag", "sequence"):
+        assert rank(0, collective() | {name: odd})["entries"] == []
+    assert rank(0, collective(waiting_for=[1, odd]))["entries"] == []
+    assert rank(0, message("send", 1, transport=[odd]))["entries"] == []
+
+
+def test_messages_of_ranks_that_were_not_heard_and_clocks_that_are_none_have_no_arrow() -> None:
+    clock = {"host": "a", "compared": [{"rank": 1, "ahead_s": float("inf"), "bound_s": 0.0}]}
+    documents = [rank(0, message("recv", 7, ended=NOW_S), clock=clock), rank(1, collective(), clock={"host": "b"})]
+    assert b"recv" in b"".join(trace(documents))
+
+
+def test_no_program_is_read_that_is_no_file(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe.py"
+    os.mkfifo(pipe)
+    for site in (f"{pipe}:1", "/dev/zero:1"):
+        awaits = {"main": {"site": site, "waits": "timer"}}
+        assert "which nobody has set" in told(rank(0, store("k")), rank(1, awaits=awaits))
+
+
+def test_thousands_of_messages_are_judged_at_once() -> None:
+    documents = [rank(one, *(message("recv", 1 - one, tag) for tag in range(4000))) for one in range(2)]
+    began_s = time.thread_time()
+    assert why(Job(documents)).kind == "deadlock"
+    assert b"".join(trace(documents))
+    assert time.thread_time() - began_s < 5

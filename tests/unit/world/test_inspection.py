@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 
+import msgpack
 import pytest
 
 import asyncdist as dist
@@ -101,3 +102,22 @@ async def test_a_store_knows_the_worlds_that_met_in_it() -> None:
         assert [(one["rank"], one["world"]["name"]) for one in answer.documents] == [(0, "a/b")]
         assert answer.documents[0]["loop_turns"]
     assert await worlds_of(store) == []
+
+
+async def test_hostile_keys_make_no_world_and_no_door() -> None:
+    store = dist.HashStore()
+    door = ["h", 1, b"\0name", [["127.0.0.1", 5], ["a.name", 5], ["::1", 1 << 16], 7]]
+    await store.set("world/good/0/terms", msgpack.packb({"world_size": 2}))
+    await store.set("world/good/0/info/0", msgpack.packb({"door": door}))
+    await store.set("world/good/0/info/2", msgpack.packb({"door": door}))
+    for odd in ([1, 2, 3, 4], "door", ["h", 1, "text", []], ["h", 1, b"relative", []], ["h", 1, b"/a\0b", []], {}):
+        await store.set("world/good/0/info/1", msgpack.packb({"door": odd}))
+        (world,) = await worlds_of(store)
+        assert world.doors[0] == Door("h", 1, b"\0name", (("127.0.0.1", 5),))
+        assert (world.doors[1].unix, world.doors[1].endpoints, len(world.doors)) == (b"", (), 2)
+    for number, odd in enumerate((1 << 40, -1, True, "1", None)):
+        await store.set(f"world/{number}/0/terms", msgpack.packb({"world_size": odd}))
+        await store.set(f"world/{number}/0/info/0", b"\xc1")
+    await store.set("world/none/0/info/0", msgpack.packb({}))
+    await store.set(f"world/long/{'1' * 5000}/info/0", b"")
+    assert [world.name for world in await worlds_of(store)] == ["good"]
