@@ -24,7 +24,7 @@ from asyncdist.inspect.job import Job
 from asyncdist.page.look import look
 from asyncdist_server.serving.sockets import is_loopback
 
-STATIC: Final = Path(__file__).with_name("static")
+STATIC: Final = Path(__file__).with_name("static").resolve()
 POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
     "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
@@ -41,11 +41,13 @@ SESSION_S: Final = 8 * 3600.0
 SESSIONS: Final = 64
 """The oldest makes room."""
 REFUSED_S: Final = 1.0
-"""How long a wrong token waits for its answer; one log-in is looked at at a time."""
+"""How long a wrong token waits for its answer."""
 LOOK_EVERY_S: Final = 1.0
 VIEWERS: Final = 32
 FOLLOW_S: Final = 3600.0
 """A stream of looks ends then, and the browser asks anew, as a session may have ended."""
+READ_S: Final = 10.0
+"""A browser that reads nothing for so long makes room for others."""
 
 
 class Jobs(Protocol):
@@ -73,7 +75,6 @@ class Page:
         self._numbers = numbers
         self._sessions: OrderedDict[str, tuple[str, float]] = OrderedDict()
         """The token that each was begun with, and when it ends."""
-        self._one_login = asyncio.Lock()
         self._looks: dict[str, _Looks] = {}
         self._streams: set[asyncio.Task[Any]] = set()
 
@@ -105,7 +106,10 @@ class Page:
     async def _state(self, request: web.Request) -> web.Response:
         access = self._access(request)
         seen = access in ("open", "logged in")
-        names = list(await self._jobs.names()) if seen else []
+        try:
+            names = list(await self._jobs.names()) if seen else []
+        except DistError as error:
+            raise _unknown(error) from error
         return web.json_response({"access": access, "numbers": self._numbers(), "jobs": names}, headers=HEADERS)
 
     def _access(self, request: web.Request) -> str:
@@ -118,7 +122,9 @@ class Page:
         return "log in" if local else "elsewhere"
 
     def _check(self, request: web.Request) -> str:
-        """Which job is meant, for somebody who may see it."""
+        """Which job is meant, for somebody who may see it; a page of another site is not to keep ranks busy."""
+        if request.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
+            raise web.HTTPForbidden(text="sent by another page", headers=HEADERS)
         if self._access(request) not in ("open", "logged in"):
             raise web.HTTPUnauthorized(text="log in first", headers=HEADERS)
         return request.query.get("job", "")
@@ -127,12 +133,11 @@ class Page:
         _same_site(request)
         if not _over_loopback(request):
             raise web.HTTPForbidden(text="A token is taken over loopback only: it must not travel unencrypted.")
-        given = await request.text()
-        async with self._one_login:
-            known = [token for token in self._tokens() if hmac.compare_digest(given.encode(), token.encode())]
-            if not known:
-                await asyncio.sleep(REFUSED_S)
-                raise web.HTTPForbidden(text="That is not the store's token.", headers=HEADERS)
+        given = await request.read()
+        known = [token for token in self._tokens() if hmac.compare_digest(given, token.encode())]
+        if not known:
+            await asyncio.sleep(REFUSED_S)  # others do not wait: whoever guesses is not to keep them out
+            raise web.HTTPForbidden(text="That is not the store's token.", headers=HEADERS)
         session = secrets.token_urlsafe(32)
         self._sessions[session] = known[0], time.monotonic() + SESSION_S
         while len(self._sessions) > SESSIONS:
@@ -149,7 +154,10 @@ class Page:
         return answer
 
     async def _timeline(self, request: web.Request) -> web.Response:
-        trace = await self._jobs.timeline(self._check(request))
+        try:
+            trace = await self._jobs.timeline(self._check(request))
+        except DistError as error:
+            raise _unknown(error) from error
         if trace is None:
             raise web.HTTPNotFound(text="that job is not there any more", headers=HEADERS)
         disposition = {"Content-Disposition": 'attachment; filename="job.pftrace"'}
@@ -175,8 +183,9 @@ class Page:
                 text = await looks.next()
                 if text is None:
                     break
-                await response.write(b"data: " + text + b"\n\n")
-        except (ConnectionError, DistError):  # the browser has gone, or tries again
+                async with asyncio.timeout(READ_S):
+                    await response.write(b"data: " + text + b"\n\n")
+        except (ConnectionError, DistError, TimeoutError):  # the browser has gone, or tries again
             pass
         finally:
             self._streams.discard(stream)
@@ -216,7 +225,11 @@ class _Looks:
 
 
 def _cookie(request: web.Request) -> str:
-    return COOKIE + request.host.rpartition(":")[2]
+    return COOKIE + "".join(filter(str.isalnum, ascii(request.host.rpartition(":")[2])))
+
+
+def _unknown(error: DistError) -> web.HTTPException:
+    return web.HTTPServiceUnavailable(text=f"the store does not answer: {error}", headers=HEADERS)
 
 
 def _over_loopback(request: web.Request) -> bool:

@@ -76,12 +76,55 @@ async def test_a_former_token_counts_until_it_does_not(browser: Browser) -> None
 
 
 @pytest.mark.parametrize("token", ["", "guess", TOKEN[:-1], "\N{SNOWMAN}" * 40])
-async def test_guesses_wait_their_turn(browser: Browser, token: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes, "REFUSED_S", 0.05)
-    began_s = asyncio.get_running_loop().time()
-    assert set(await asyncio.gather(*(browser.log_in(token) for _ in range(3)))) == {403}
-    assert asyncio.get_running_loop().time() - began_s >= 0.15
+async def test_guesses_are_refused_and_keep_nobody_out(
+    browser: Browser, token: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routes, "REFUSED_S", 60.0)
+    guesses = [asyncio.create_task(browser.log_in(token)) for _ in range(3)]
+    await asyncio.sleep(0.05)
     assert await browser.access() == "log in"
+    async with asyncio.timeout(5):
+        assert await browser.log_in() == 204
+    for guess in guesses:
+        guess.cancel()
+    monkeypatch.setattr(routes, "REFUSED_S", 0.0)
+    assert await browser.log_in(token) == 403
+
+
+@pytest.mark.parametrize("charset", ["utf-7", "unicode_escape", "none-such", "zlib"])
+async def test_a_strange_log_in_is_a_wrong_one(browser: Browser, charset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "REFUSED_S", 0.0)
+    strange = {"Content-Type": f"text/plain; charset={charset}"}
+    assert await browser.log_in("\\ud800+2AA-", **strange) == 403
+
+
+@pytest.mark.parametrize("host", ["[::1]", "localhost:a;b=c", "localhost:\N{SNOWMAN}", ""])
+async def test_a_strange_host_has_a_cookie_too(browser: Browser, host: str) -> None:
+    headers = {"Host": host, "Origin": f"http://{host}"}
+    async with browser.client.post("/page/logout", headers=headers) as answer:
+        assert answer.status in (204, 400)
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+async def test_other_sites_cannot_keep_ranks_busy(browser: Browser, site: str) -> None:
+    browser.tokens = []
+    for path in ("/page/events", "/page/timeline"):
+        async with browser.client.get(f"{path}?job=train", headers={"Sec-Fetch-Site": site}) as answer:
+            assert answer.status == 403
+
+
+async def test_viewers_that_read_nothing_make_room(browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "READ_S", 0.2)
+    monkeypatch.setattr(routes, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(routes, "look", lambda job, now_s: "x" * 2_000_000)
+    browser.tokens = []
+    reader, writer = await asyncio.open_connection("127.0.0.1", browser.client.port, limit=1024)
+    writer.write(b"GET /page/events?job=train HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    await reader.readline()
+    await asyncio.sleep(0.1)
+    (stream,) = browser.page._streams
+    assert (await asyncio.wait([stream], timeout=5))[0]
+    writer.close()
 
 
 @pytest.mark.parametrize("origin", ["http://evil.example", "null", ""])
@@ -165,3 +208,8 @@ async def test_a_job_that_ends_and_a_store_that_fails_end_the_stream(
     browser.jobs.ask = fail  # type: ignore[method-assign]
     async with browser.client.get("/page/events", params={"job": "train"}) as stream:
         assert await stream.read() == b""
+    monkeypatch.setattr(browser.jobs, "names", lambda: fail(""))
+    monkeypatch.setattr(browser.jobs, "timeline", fail)
+    for path in ("/page/state", "/page/timeline?job=train"):
+        async with browser.client.get(path) as answer:
+            assert answer.status == 503
