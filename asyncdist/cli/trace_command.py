@@ -8,10 +8,9 @@ import click
 
 from asyncdist.cli.live import live_worlds
 from asyncdist.cli.store_target import Target, store_options
-from asyncdist.inspect.job import Job
+from asyncdist.inspect.job import Document, Job
 from asyncdist.inspect.perfetto import trace
 from asyncdist.inspect.stragglers import stragglers
-from asyncdist.inspect.timeline import Document
 
 STRAGGLERS_SHOWN = 5
 

@@ -14,7 +14,8 @@ from heapq import heappush, heapreplace
 from itertools import count
 from typing import Any, Final
 
-from asyncdist.inspect.timeline import Clock, Document, clocks, collectives, messages
+from asyncdist.inspect.job import Document
+from asyncdist.inspect.timeline import Clock, clocks, collectives, messages
 
 BEGIN, END, INSTANT, COUNTER = 1, 2, 3, 4
 _LAST_S: Final = 1e10

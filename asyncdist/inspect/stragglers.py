@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from asyncdist.inspect.timeline import Clock, Document, clocks, collectives, group_ranks
+from asyncdist.inspect.job import Document
+from asyncdist.inspect.timeline import Clock, clocks, collectives, group_ranks
 
 FROM_ROOT: Final = frozenset({"broadcast", "scatter"})
 """Here all wait for the root, and for nobody else."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -42,7 +44,9 @@ RANK_LATE: Final = Metric("rank_loop_late_seconds", "gauge", "How late the event
 METRICS: Final = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
 """All of them, in the order above."""
 
-Documents = Iterable[Mapping[str, Any]]
+Documents = Sequence[Mapping[str, Any]]
+ASK_EVERY_S: Final = 1.0
+"""The same answers are told to all who read within it."""
 
 
 class NodeMetrics:
@@ -52,17 +56,28 @@ class NodeMetrics:
         self._ask = ask
         self._counts: dict[int, Mapping[str, Any]] = {}
         self._ranks: Sequence[int] = ()
+        self._asking: asyncio.Future[Documents] | None = None
+        self._asked_s = 0.0
 
     def begin(self, ranks: Sequence[int]) -> None:
         """Another attempt begins, with these ranks on this node."""
         self._counts.clear()
+        self._asking = None
         self._ranks = ranks
 
     async def collect(self) -> Iterator[tuple[Metric, Samples]]:
         """Ask the ranks, and give every metric. Of a rank that does not answer counts what it has said before."""
-        documents = {said["rank"]: said for said in await self._ask() if said["rank"] in self._ranks}
-        self._counts |= {rank: said["counts"] for rank, said in documents.items() if said.get("counts")}
+        documents = {said["rank"]: said for said in await self._asked() if said["rank"] in self._ranks}
+        self._counts |= {
+            rank: said["counts"] for rank, said in documents.items() if said.get("counts") and _adds_up(said["counts"])
+        }
         return self._samples(documents)
+
+    async def _asked(self) -> Documents:
+        """Ask for all who want to know within a second: readers of this port are not to keep the ranks busy."""
+        if self._asking is None or (self._asking.done() and time.monotonic() >= self._asked_s + ASK_EVERY_S):
+            self._asking, self._asked_s = asyncio.ensure_future(self._ask()), time.monotonic()
+        return await asyncio.shield(self._asking)
 
     def _samples(self, documents: Mapping[int, Mapping[str, Any]]) -> Iterator[tuple[Metric, Samples]]:
         yield from _sums(self._counts.values())
@@ -86,6 +101,16 @@ async def documents_of(pids: Collection[int], environ: Mapping[str, str]) -> lis
     doors = [door for door in doors_here(environ.get("ASYNCDIST_SOCKET_DIR", "")) if _session(door.pid) in pids]
     answers = await ask_all(doors, None, NOW)
     return [said for answer in answers.values() for said in answer.documents]
+
+
+def _adds_up(counts: Any) -> bool:
+    """Whether what a rank says can be added up: a rank that says nonsense does not end the metrics of the others."""
+    from asyncdist_server.ops.http import metrics_text
+
+    try:
+        return bool(metrics_text(PREFIX, _sums([counts])))
+    except Exception:  # it may be anything
+        return False
 
 
 def _session(pid: int) -> int:

@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from asyncdist.errors import LaunchError
 from asyncdist.inspect.counts import SECONDS
+from asyncdist.launch import metrics as module
 from asyncdist.launch.config import parse_metrics_port
 from asyncdist.launch.metrics import METRICS, PREFIX, NodeMetrics, serve_metrics
 
@@ -48,7 +49,8 @@ async def scrape(address: str) -> Found:
     }
 
 
-async def test_sums_and_numbers_of_each_rank_are_told() -> None:
+async def test_sums_and_numbers_of_each_rank_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ASK_EVERY_S", 0.0)
     answers = [said(0, 2), said(1, 3), said(7, 50)]
 
     async def ask() -> list[dict[str, Any]]:
@@ -84,6 +86,46 @@ async def test_sums_and_numbers_of_each_rank_are_told() -> None:
         assert ("rank_oldest_operation_seconds", ("1",)) not in later
         metrics.begin(range(3))
         assert ("waited_for_total", ("1",)) not in await scrape(address)
+
+
+async def test_readers_do_not_keep_the_ranks_busy() -> None:
+    asked = []
+
+    async def ask() -> list[dict[str, Any]]:
+        asked.append(1)
+        await asyncio.sleep(0.01)
+        return [said(0, 2)]
+
+    metrics = NodeMetrics(ask)
+    metrics.begin(range(1))
+    async with serve_metrics(metrics, ANY) as address:
+        for found in await asyncio.gather(*(scrape(address) for _ in range(8))):
+            assert found["rank_answers", ("0",)] == 1
+    assert len(asked) == 1
+
+
+ODD = [[1], {"operations": [{}]}, {"operations": 1}, {"operations": [{"operation": [], "size": 1}]}]
+
+
+@pytest.mark.parametrize("counts", [*ODD, *({name: 7} for name in ("peers", "waited_for", "lost")), {"size": "\ud800"}])
+async def test_a_rank_that_says_nonsense_does_not_end_the_numbers_of_others(counts: Any) -> None:
+    odd = said(1, 2)
+    match counts:
+        case {"size": size}:
+            odd["counts"]["operations"][0]["size"] = size
+        case {}:
+            odd["counts"] |= counts
+        case _:
+            odd["counts"] = counts
+
+    async def ask() -> list[dict[str, Any]]:
+        return [said(0, 2), odd]
+
+    metrics = NodeMetrics(ask)
+    metrics.begin(range(2))
+    async with serve_metrics(metrics, ANY) as address:
+        found = await scrape(address)
+    assert (found["rank_operations_total", ("0",)], found["rank_answers", ("1",)]) == (2, 1)
 
 
 async def test_what_is_missing_and_what_is_taken_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
