@@ -48,7 +48,9 @@ PURPOSE: Final = "inspect"
 LENGTH: Final = struct.Struct(">Q")
 
 MAX_ASKERS: Final = 16
-"""Connections at a time; others wait in the kernel's queue."""
+"""Connections at a time that are answered; others wait in the kernel's queue."""
+MAX_HALF_OPEN: Final = 64
+"""Connections that have not proven the token yet; the next replaces the oldest."""
 PROOF_LIMIT_S: Final = 2.0
 """How long a connection may take for its proof."""
 ANSWER_LIMIT_S: Final = 10.0
@@ -146,9 +148,8 @@ class Endpoint:
         """Sleep until somebody asks, or reads, or has taken too long; and do what there is to do."""
         poll = select.poll()
         poll.register(self._woken, select.POLLIN)
-        listening = (
-            {} if pause_s or len(self._askers) >= MAX_ASKERS else {sock.fileno(): sock for sock in self._sockets}
-        )
+        answered = sum(asker.handshake.done for asker in self._askers)
+        listening = {} if pause_s or answered >= MAX_ASKERS else {sock.fileno(): sock for sock in self._sockets}
         asking = {asker.sock.fileno(): asker for asker in self._askers}
         for descriptor in listening:
             poll.register(descriptor, select.POLLIN)
@@ -173,6 +174,9 @@ class Endpoint:
         sock.setblocking(False)
         own = sock.family == socket.AF_UNIX and may_ask(sock)
         if own or self._token is not None:
+            strangers = [asker for asker in self._askers if not asker.handshake.done]
+            if len(strangers) >= MAX_HALF_OPEN:
+                self._drop(strangers[0])
             self._askers.append(_Asker(sock, None if own else self._token))
         else:
             sock.close()
