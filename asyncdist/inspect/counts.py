@@ -6,6 +6,7 @@ operation. What has not ended by then is not counted.
 
 from __future__ import annotations
 
+import os
 import threading
 from bisect import bisect_left
 from collections import deque
@@ -103,6 +104,7 @@ class Tally:
 
 
 _lock: Final = threading.RLock()
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 _let_go: Final[dict[int, Tally]] = {}
 """By global rank."""
 

@@ -113,6 +113,11 @@ class Inspection:
             undo.pop_all()
 
 
+os.register_at_fork(
+    before=Inspection._lock.acquire, after_in_parent=Inspection._lock.release, after_in_child=Inspection._lock.release
+)
+
+
 @dataclass
 class FoundWorld:
     """A world as a store knows it: where its ranks answer, and what became of those that are not here any more."""

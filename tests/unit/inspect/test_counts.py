@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -94,3 +96,22 @@ def test_a_ring_of_another_size_counts_what_it_has_no_room_for() -> None:
     found = numbers(0)
     assert found is not None
     assert sum(of(found, "barrier")["within"]) == 3
+
+
+def test_a_fork_while_another_thread_counts_leaves_the_child_able_to_count() -> None:
+    held, done = threading.Event(), threading.Event()
+
+    def count() -> None:
+        with counts._lock:
+            held.set()
+            done.wait(0.2)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    held.wait()
+    child = os.fork()
+    if not child:
+        os._exit(0 if counts._lock.acquire(timeout=1) else 1)
+    done.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
