@@ -113,7 +113,7 @@ class LinkHost:
             try:
                 address = await local_address(self._job.endpoint.host, self._job.endpoint.port, environ)
                 ips = address.ips[: address.interfaces]
-                host = ips[0] if len(ips) == 1 else "::" if any(":" in ip for ip in ips) else "0.0.0.0"
+                host = ips[0] if len(ips) == 1 else "" if any(":" in ip for ip in ips) else "0.0.0.0"
                 self._server = await _serve(host, ports_from_environ(environ) or range(1), key)
             except (DistError, OSError, ValueError) as error:
                 raise LaunchError(f"this node cannot listen for the launchers of the others: {error}") from error
