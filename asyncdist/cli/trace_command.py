@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from asyncdist.cli.live import live_worlds
+from asyncdist.cli.rank_lines import printable
 from asyncdist.cli.store_target import Target, store_options
 from asyncdist.inspect.job import Document, Job
 from asyncdist.inspect.perfetto import trace
@@ -31,7 +32,7 @@ def trace_command(target: Target, folder: Path | None, output: Path, group: str)
         file.writelines(trace(documents))
     click.echo(f"{output}: {len(documents)} ranks; open it with https://ui.perfetto.dev")
     for straggler in stragglers(documents)[:STRAGGLERS_SHOWN]:
-        click.echo(str(straggler))
+        click.echo(printable(str(straggler)))
 
 
 def _read(folder: Path) -> list[Document]:
@@ -40,7 +41,7 @@ def _read(folder: Path) -> list[Document]:
     except (ValueError, OSError) as error:
         raise click.ClickException(str(error)) from None
     for line in job.unread:
-        click.echo(f"left out {line}", err=True)
+        click.echo(printable(f"left out {line}"), err=True)
     return [job.documents[rank] for rank in sorted(job.documents) if rank not in job.missing]
 
 
@@ -49,6 +50,6 @@ def _asked(target: Target, group: str) -> list[Document]:
     if len(worlds) != 1:
         found = ", ".join(f"job {world.job} group {world.name}" for world in worlds) or "none"
         raise click.ClickException(
-            f"one running job is wanted, and this is what runs: {found}; say --namespace, --group"
+            f"one running job is wanted, and this is what runs: {printable(found)}; say --namespace, --group"
         )
     return [found for found in worlds[0].documents.values() if found.get("entries")]

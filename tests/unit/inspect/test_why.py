@@ -243,6 +243,14 @@ def test_files_that_are_no_dumps_are_skipped_and_said(tmp_path: Path) -> None:
         assert f"not read: {name}" in found.output
 
 
+def test_nothing_that_ranks_say_controls_the_terminal(tmp_path: Path) -> None:
+    for one in range(2):
+        entry = collective(issued=NOW_S - 10 + one, ended=NOW_S) | {"group": "\x1b]0;title\x07"}
+        written(tmp_path, f"rank_{one}.json", **rank(one, entry))
+    found = CliRunner().invoke(command, ["trace", str(tmp_path), "-o", str(tmp_path / "out")])
+    assert (found.exit_code, "came last" in found.output, "\x1b" in found.output) == (0, True, False), found.output
+
+
 def test_exit_codes_and_json(tmp_path: Path) -> None:
     run = CliRunner().invoke
     written(tmp_path, "rank_0.json", world_size=1)
