@@ -105,7 +105,7 @@ async def test_many_ask_at_once_also_for_long_answers(monkeypatch: pytest.Monkey
 async def test_all_answers_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = {"host": HERE, "pid": 1, "job": "", "loop_turns": True, "loop_late": 0.0, "program": "x" * 1_000_000}
     documents = [document(0, "") | facts | {"world": {"id": "0", "name": "default", "size": 1}}]
-    monkeypatch.setattr(Endpoint, "_documents", lambda self, *, under_way: documents)
+    monkeypatch.setattr(Endpoint, "_documents", lambda self, question: documents)
     with serving() as doors:
         answers = await ask_all(doors, TOKEN, limit_s=5, most_bytes=1_500_000)
     assert sorted(len(answer.documents) for answer in answers.values()) == [0, 1]
@@ -113,7 +113,7 @@ async def test_all_answers_together_are_bounded(monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_what_cannot_be_said_does_not_end_the_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Endpoint, *, under_way: bool) -> None:
+    def fail(self: Endpoint, question: bytes) -> None:
         raise RuntimeError("planted")
 
     with serving() as (unix, _):
@@ -182,7 +182,7 @@ async def test_whoever_answers_nothing_is_silent_and_whoever_hangs_up_is_gone() 
 
 async def test_whoever_says_what_is_no_document_has_said_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for said in [1], [[]], [{"rank": -1}], [document(0, "")], [document(0, "") | {"world": {}, "job": ""}], {"a": 1}:
-        monkeypatch.setattr(Endpoint, "_documents", lambda self, *, under_way, said=said: said)
+        monkeypatch.setattr(Endpoint, "_documents", lambda self, question, said=said: said)
         with serving() as (unix, _):
             assert await asked(unix, TOKEN) == Answer([])
 
