@@ -1,4 +1,7 @@
-"""One look at a job: what the page shows of the documents of its ranks, as JSON has it."""
+"""One look at a job: what the page shows of the documents of its ranks, as JSON has it.
+
+Times are seconds since 1970, rates bytes a second.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,29 @@ from asyncdist.inspect.job import Document, Job
 from asyncdist.inspect.stragglers import stragglers
 from asyncdist.inspect.why import Why
 
-WINDOW_S: Final = 5.0
+WINDOW_S: Final = 10.0
 """What has ended within it counts for throughput."""
 SHOWN: Final = 20
 """Stragglers, links and errors: the worst, the busiest, the last."""
 
 
-def look(job: Job, now_s: float) -> dict[str, Any]:
-    """What `page.js` shows; times are seconds since 1970, rates bytes a second."""
-    documents = list(job.documents.values())
+def look_now(job: Job) -> dict[str, Any]:
+    """What the ranks do, of what is under way."""
     why = Why(job)
     verdict = why.verdict()
     rows = [{"waits_for": (), **row, "missing": row["rank"] in job.missing} for row in why.rows()]
+    return {
+        "size": job.size,
+        "verdict": verdict.kind,
+        "sentence": verdict.sentence,
+        "ranks": rows,
+        "waits": [[row["rank"], awaited] for row in rows for awaited in row["waits_for"]],
+    }
+
+
+def look_back(job: Job, now_s: float) -> dict[str, Any]:
+    """What the ranks did, of all that they remember."""
+    documents = list(job.documents.values())
     recent = [
         (document["rank"], entry)
         for document in documents
@@ -29,12 +43,7 @@ def look(job: Job, now_s: float) -> dict[str, Any]:
         if now_s - WINDOW_S <= entry.get("ended", 0.0) <= now_s and "error" not in entry
     ]
     return {
-        "time": now_s,
-        "size": job.size,
-        "verdict": verdict.kind,
-        "sentence": verdict.sentence,
-        "ranks": rows,
-        "waits": [[row["rank"], awaited] for row in rows for awaited in row["waits_for"]],
+        "back_to": now_s,
         "stragglers": [
             {
                 "rank": one.rank,

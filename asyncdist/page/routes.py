@@ -21,7 +21,7 @@ from aiohttp import web
 
 from asyncdist.errors import DistError
 from asyncdist.inspect.job import Job
-from asyncdist.page.look import look
+from asyncdist.page.look import look_back, look_now
 from asyncdist_server.serving.sockets import is_loopback
 
 STATIC: Final = Path(__file__).with_name("static").resolve()
@@ -43,6 +43,8 @@ SESSIONS: Final = 64
 REFUSED_S: Final = 1.0
 """How long a wrong token waits for its answer."""
 LOOK_EVERY_S: Final = 1.0
+LOOK_BACK_EVERY: Final = 10
+"""Looks. All that a rank remembers is a MB, and while it is read the daemon's clients wait for milliseconds."""
 VIEWERS: Final = 32
 FOLLOW_S: Final = 3600.0
 """A stream of looks ends then, and the browser asks anew, as a session may have ended."""
@@ -56,8 +58,11 @@ class Jobs(Protocol):
     async def names(self) -> Sequence[str]:
         """Those that are there now. Raises DistError."""
 
-    async def ask(self, name: str) -> Job | None:
-        """What its ranks say now; None if it is not there any more. Raises DistError."""
+    async def ask(self, name: str, *, all_remembered: bool) -> Job | None:
+        """What its ranks say now, of what is under way or of all that they remember, unless these are too many.
+
+        None if it is not there any more. Raises DistError.
+        """
 
     async def timeline(self, name: str) -> bytes | None:
         """Its timeline, as Perfetto opens it; None if it is not there any more. Raises DistError."""
@@ -204,6 +209,8 @@ class _Looks:
         self._jobs = jobs
         self._name = name
         self._next: asyncio.Task[bytes | None] | None = None
+        self._number = 0
+        self._back: dict[str, Any] = {}
 
     async def next(self) -> bytes | None:
         """The next look, as JSON; None once the job is not there any more."""
@@ -213,10 +220,14 @@ class _Looks:
 
     async def _look(self, delay_s: float) -> bytes | None:
         await asyncio.sleep(delay_s)
-        job = await self._jobs.ask(self._name)
+        back = self._number % LOOK_BACK_EVERY == 0
+        job = await self._jobs.ask(self._name, all_remembered=back)
         if job is None:
             return None
-        return await asyncio.to_thread(lambda: json.dumps(look(job, time.time())).encode())
+        self._number += 1
+        if back:
+            self._back = await asyncio.to_thread(look_back, job, time.time())
+        return await asyncio.to_thread(lambda: json.dumps(look_now(job) | self._back).encode())
 
     def close(self) -> None:
         """Nobody looks."""

@@ -7,7 +7,7 @@ import ssl
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from asyncdist.inspect.endpoint import ALL, NOW
+from asyncdist.inspect.endpoint import ALL, WAITS
 from asyncdist.inspect.job import Job
 from asyncdist.inspect.perfetto import trace
 from asyncdist.store import TCPStore
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 TIMEOUT_S: Final = 2.0
 """Of each request to the store, which is this very process."""
 ALL_RANKS: Final = 16
-"""Of larger worlds only what is under way is asked for each second: all that a rank remembers is up to a MB, and the
-daemon has other things to do."""
+"""Of larger worlds only what is under way is asked: the daemon has other things to do."""
 
 MAX_BYTES: Final = 64 << 20
 """Of the answers of all ranks of a job, as this is the daemon's memory: of some hundred that remember all they can."""
@@ -40,9 +39,9 @@ class StoreJobs:
         """The worlds, as `job, group` or `group`."""
         return sorted(await self._run(self._names))
 
-    async def ask(self, name: str) -> Job | None:
+    async def ask(self, name: str, *, all_remembered: bool) -> Job | None:
         """What the ranks of a world say now."""
-        return await self._run(lambda: self._ask(name, ALL_RANKS))
+        return await self._run(lambda: self._ask(name, ALL_RANKS if all_remembered else 0))
 
     async def timeline(self, name: str) -> bytes | None:
         """The timeline of all that the ranks remember."""
@@ -70,7 +69,7 @@ class StoreJobs:
     async def _ask(self, name: str, all_ranks: int | None) -> Job | None:
         for job, world in await self._worlds():
             if _title(job, world) == name:
-                question = ALL if all_ranks is None or world.size <= all_ranks else NOW
+                question = ALL if all_ranks is None or world.size <= all_ranks else WAITS
                 async with self._client(TCPStore, job) as store:
                     asked = await asked_by_store(store, job, world.name, question, MAX_BYTES)
                 return Job(asked[0].documents.values(), asked[0].size) if asked else None

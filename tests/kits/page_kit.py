@@ -47,7 +47,7 @@ class RecordedJobs:
     async def names(self) -> list[str]:
         return list(self.jobs)
 
-    async def ask(self, name: str) -> Job | None:
+    async def ask(self, name: str, *, all_remembered: bool) -> Job | None:
         self.asked += 1
         return self.jobs.get(name)
 

@@ -7,6 +7,7 @@ const at = (id) => document.getElementById(id);
 const throughput = new Throughput(at("chart"));
 let events = null;
 let last = null;
+let shownTo = null;
 
 const RANKS = [
   ["rank", (row) => row.rank],
@@ -45,7 +46,8 @@ function show(look) {
   showRanks();
   setText(at("matrix-text"), drawMatrix(at("matrix"), look.size, look.waits));
   fillTable(at("stragglers"), STRAGGLERS, look.stragglers);
-  throughput.add(look.time, look.bytes_per_s);
+  if (look.back_to !== shownTo) throughput.add(look.back_to, look.bytes_per_s);
+  shownTo = look.back_to;
   fillTable(at("links"), LINKS, look.links);
   fillTable(at("errors"), ERRORS, look.errors);
 }

@@ -116,7 +116,7 @@ async def test_other_sites_cannot_keep_ranks_busy(browser: Browser, site: str) -
 async def test_viewers_that_read_nothing_make_room(browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routes, "READ_S", 0.2)
     monkeypatch.setattr(routes, "LOOK_EVERY_S", 0.0)
-    monkeypatch.setattr(routes, "look", lambda job, now_s: "x" * 2_000_000)
+    monkeypatch.setattr(routes, "look_now", lambda job: {"sentence": "x" * 2_000_000})
     browser.tokens = []
     reader, writer = await asyncio.open_connection("127.0.0.1", browser.client.port, limit=1024)
     writer.write(b"GET /page/events?job=train HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -202,7 +202,7 @@ async def test_a_job_that_ends_and_a_store_that_fails_end_the_stream(
         browser.jobs.jobs.clear()
         await stream.read()
 
-    async def fail(name: str) -> Job | None:
+    async def fail(name: str, *, all_remembered: bool = False) -> Job | None:
         raise DistStoreError("the store is away")
 
     browser.jobs.ask = fail  # type: ignore[method-assign]
@@ -213,3 +213,21 @@ async def test_a_job_that_ends_and_a_store_that_fails_end_the_stream(
     for path in ("/page/state", "/page/timeline?job=train"):
         async with browser.client.get(path) as answer:
             assert answer.status == 503
+
+
+async def test_what_ranks_remember_is_asked_for_less_often(browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(routes, "LOOK_BACK_EVERY", 3)
+    browser.tokens, asked, real = [], [], browser.jobs.ask
+
+    async def ask(name: str, *, all_remembered: bool) -> Job | None:
+        asked.append(all_remembered)
+        return await real(name, all_remembered=all_remembered)
+
+    browser.jobs.ask = ask  # type: ignore[method-assign]
+    async with browser.client.get("/page/events", params={"job": "train"}) as stream:
+        looks = [
+            json.loads((await stream.content.readline()).removeprefix(b"data: ").strip() or "0") for _ in range(9)
+        ][::2]
+    assert asked[:5] == [True, False, False, True, False]
+    assert looks[0]["back_to"] == looks[1]["back_to"] == looks[2]["back_to"] < looks[3]["back_to"]
