@@ -19,7 +19,7 @@ from asyncdist.inspect.dumps import FORMAT, VERSION
 from asyncdist.inspect.job import AFTERMATH_S, MAX_DUMP_BYTES, Job, checked
 from asyncdist.inspect.perfetto import trace
 from asyncdist.inspect.why import ROUNDS, Why, why
-from asyncdist.page.look import look
+from asyncdist.page.look import look_back, look_now
 
 NOW_S = 1_000.0
 GROUPS = {"default": "0" * 16, "a": "a" * 16, "b": "b" * 16}
@@ -298,7 +298,7 @@ def test_hostile_documents_are_refused_or_judged(data: st.DataObject) -> None:
     looked = Why(Job(found))
     assert looked.verdict().sentence
     assert json.dumps(looked.rows(), allow_nan=False)
-    assert json.dumps(look(Job(found), NOW_S), allow_nan=False)
+    assert json.dumps(look_now(Job(found)) | look_back(Job(found), NOW_S), allow_nan=False)
     assert b"".join(trace(found)) or not found
 
 
