@@ -139,7 +139,7 @@ class MpiBackend(HostBackend):
         self._settle_transfers(list(self._transfers))
         for agreement in self._agreements:
             if self._progress.forget(agreement):
-                leave_behind("agreements on collectives", agreement)
+                leave_behind("agreements on collectives", [agreement.request], agreement)
         self._agreements.clear()
 
     def close(self) -> None:
@@ -256,7 +256,7 @@ class MpiBackend(HostBackend):
             while not (ended := self._progress.is_over(transfer.requests)) and perf_counter() < until_s:
                 pass
             if not ended:
-                leave_behind(issued.work.operation, transfer)
+                leave_behind(issued.work.operation, transfer.requests, transfer)
 
     # -- communicators of a group of some ranks
 

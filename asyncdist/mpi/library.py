@@ -12,13 +12,16 @@ import atexit
 import os
 import signal
 import threading
+from time import perf_counter
 from typing import Any, Final, Protocol
 
 from asyncdist.concurrency import trace as events
 from asyncdist.errors import DistBackendError
 
-__all__ = ["FINALIZE_LIMIT_S", "leave_behind", "load", "open_meshes", "threads_allowed"]
+__all__ = ["FINALIZE_LIMIT_S", "is_over", "leave_behind", "load", "open_meshes", "threads_allowed"]
 
+LAST_LOOK_S: Final = 0.1
+"""How long operations that nobody waits for have to end before MPI_Finalize."""
 FINALIZE_LIMIT_S: Final = 10
 """How long MPI_Finalize may take where operations never ended: the other ranks hear of the failure at the same time,
 and have as long to save what they want to save."""
@@ -33,7 +36,7 @@ class Ends(Protocol):
 
 open_meshes: set[Ends] = set()
 """Of worlds that were not closed yet."""
-_left: list[tuple[str, Any]] = []
+_left: list[tuple[str, list[Any], object]] = []
 _caller: object = None
 """The thread that uses MPI, or the place of a loop that several threads run in turn."""
 _pid = 0
@@ -75,9 +78,26 @@ def threads_allowed(mpi: Any) -> bool:
     return bool(mpi.Query_thread() == mpi.THREAD_MULTIPLE)
 
 
-def leave_behind(what: str, operation: Any) -> None:
-    """Keep an operation of MPI that nobody waits for any more: neither can it be cancelled, nor may its arrays go."""
-    _left.append((what, operation))
+def leave_behind(what: str, requests: list[Any], owner: object = None) -> None:
+    """Keep requests that nobody waits for any more, and whose `owner` has their arrays: they cannot be cancelled."""
+    _left.append((what, requests, owner))
+
+
+def _unended(mpi: Any) -> list[str]:
+    """What of that has not ended, after a last look: the other ranks may have met it meanwhile."""
+    until_s = perf_counter() + LAST_LOOK_S
+    while True:
+        left = [what for what, requests, _ in _left if not is_over(mpi, requests)]
+        if not left or perf_counter() > until_s:
+            return left
+
+
+def is_over(mpi: Any, requests: list[Any]) -> bool:
+    """Whether all have ended, well or not."""
+    try:
+        return bool(mpi.Request.Testall(requests))
+    except mpi.Exception:
+        return True
 
 
 def _end(mpi: Any, started: bool) -> None:
@@ -86,11 +106,11 @@ def _end(mpi: Any, started: bool) -> None:
         return
     for mesh in list(open_meshes):
         mesh.hang_up()
-    if _left:
+    if unended := _unended(mpi):
         events.warn(
             "rank %d of MPI leaves operations that never ended (%s): if MPI_Finalize takes longer than %d s, SIGALRM "
             "ends this process, and with it the job",
-            *(mpi.COMM_WORLD.Get_rank(), ", ".join(dict.fromkeys(what for what, _ in _left)), FINALIZE_LIMIT_S),
+            *(mpi.COMM_WORLD.Get_rank(), ", ".join(dict.fromkeys(unended)), FINALIZE_LIMIT_S),
         )
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(FINALIZE_LIMIT_S)

@@ -122,7 +122,7 @@ class MpiMesh(StreamMesh[_Peer]):
         here = world.Ibarrier()
         while not here.Test():
             if time.monotonic() > until_s:
-                leave_behind("joining a world", here)
+                leave_behind("joining a world", [here])
                 raise DistBackendError(
                     f"rank {self.rank}: not all ranks that met in the store came to MPI within {ACCEPT_LIMIT_S:g} s"
                 )
@@ -192,7 +192,7 @@ class MpiMesh(StreamMesh[_Peer]):
             if rank != self.rank and not (peer is not None and peer.finished):
                 request = self._comm.Isend([b"", self.mpi.BYTE], rank, STREAM_TAG)
                 if not request.Test():
-                    leave_behind("goodbyes", request)
+                    leave_behind("goodbyes", [request])
         for requests in self.progress.stop():
             leave_behind("messages and agreements that other ranks have not met", requests)
         for request, _ in self._receives:

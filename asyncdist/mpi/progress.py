@@ -20,6 +20,7 @@ from typing import Any, Final, TypeAlias
 
 from asyncdist.concurrency.loop import place_of
 from asyncdist.concurrency.spin import Pending, Persistence
+from asyncdist.mpi.library import is_over
 
 SPIN_S: Final = 300e-6
 """How long the loop does not sleep after the last event: ten times what it takes to wake it."""
@@ -50,6 +51,7 @@ class Progress(Persistence):
         awaited: Callable[[], bool],
     ) -> None:
         super().__init__()
+        self._mpi = mpi
         self._test_all = mpi.Request.Testall
         self._exception: type[Exception] = mpi.Exception
         self._loop = loop
@@ -106,10 +108,7 @@ class Progress(Persistence):
 
     def is_over(self, requests: list[Any]) -> bool:
         """Whether all have ended, well or not; nobody is told."""
-        try:
-            return bool(self._test_all(requests))
-        except self._exception:
-            return True
+        return is_over(self._mpi, requests)
 
     def poll(self) -> bool:
         """Ask MPI once, and tell whoever waits for what has ended. Returns whether anything has."""

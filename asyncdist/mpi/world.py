@@ -176,5 +176,5 @@ class _Meeting:
                     )
                 await asyncio.sleep(PAUSE_S)
         except BaseException:
-            leave_behind("joining a world", request)
+            leave_behind("joining a world", [request])
             raise
