@@ -287,7 +287,7 @@ async def _join(
     below = _underlying(source.store)
     token = load_token(environ) or (below.dialer.token if isinstance(below, TCPStore) else None)
     inspection = Inspection.open(name, method.rank, method.world_size, token, reachable, config, environ)
-    rendezvous.door = [] if inspection is None else inspection.door
+    rendezvous.endpoint = [] if inspection is None else inspection.address
     worlds: list[World] = []
 
     async def listen(world_id: bytes) -> PeerAddress:

@@ -3,36 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import time
 from collections.abc import Iterator
-from typing import Final
 
 import click
 from rich.live import Live
 from rich.text import Text
 
-from asyncdist.cli.live import live_worlds
+from asyncdist.cli.live import job_options, live_worlds
 from asyncdist.cli.rank_lines import printable, rank_lines
-from asyncdist.cli.store_target import Target, store_options
+from asyncdist.cli.store_target import Target
 from asyncdist.cli.tables import table_console
 from asyncdist.inspect.endpoint import ALL, NOW
 from asyncdist.inspect.job import Job
 from asyncdist.inspect.why import Why
-from asyncdist.world.live import LiveWorld
+from asyncdist.world.live import LiveWorld, title
 
-STORE_LIMIT_S: Final = 3.0
-"""How long the store has for an answer, by default: the process that hosts it may be what hangs."""
-
-_store_options = functools.partial(store_options, timeout_s=STORE_LIMIT_S)
-_group_option = click.option("--group", default="", help="One world: the group_name of its init_process_group.")
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 @click.command("ps", short_help="Show what each rank of a running job does.")
-@_store_options
-@_group_option
+@job_options
 @_json_option
 def ps_command(target: Target, group: str, as_json: bool) -> None:
     """Show what each rank of running jobs does: a line for each.
@@ -50,8 +42,7 @@ def ps_command(target: Target, group: str, as_json: bool) -> None:
 
 @click.command("stacks", short_help="Show where the tasks and threads of a running job are.")
 @click.argument("rank", type=click.IntRange(min=0), required=False)
-@_store_options
-@_group_option
+@job_options
 @_json_option
 def stacks_command(target: Target, rank: int | None, group: str, as_json: bool) -> None:
     """Show where each task and thread of RANK, or of all ranks, is: the innermost line first."""
@@ -65,7 +56,7 @@ def stacks_command(target: Target, rank: int | None, group: str, as_json: bool) 
         for one, document in world.documents.items():
             click.echo(
                 printable(
-                    f"{_title(world)}, rank {one} ({document['host']} pid {document['pid']}): "
+                    f"{title(world.job, world.name)}, rank {one} ({document['host']} pid {document['pid']}): "
                     f"{document.get('why', '')}".rstrip()
                 )
             )
@@ -77,8 +68,7 @@ def stacks_command(target: Target, rank: int | None, group: str, as_json: bool) 
 
 
 @click.command("top", short_help="Watch what the ranks of a running job do.")
-@_store_options
-@_group_option
+@job_options
 @click.option("--interval", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Seconds.")
 @click.option("--count", type=click.IntRange(min=1), help="Stop after so many looks.")
 def top_command(target: Target, group: str, interval: float, count: int | None) -> None:
@@ -107,13 +97,11 @@ def _ask(target: Target, group: str, question: bytes) -> list[LiveWorld]:
     return worlds
 
 
-def _title(world: LiveWorld) -> str:
-    return f"job {world.job}, group {world.name}" if world.job else f"group {world.name}"
-
-
 def _shown(world: LiveWorld) -> Iterator[str]:
     """A title, names of columns, and a line for each rank."""
     here = len(world.documents)
-    yield printable(f"{_title(world)}: {world.size} ranks" + ("" if here == world.size else f", {here} of them here"))
+    yield printable(
+        f"{title(world.job, world.name)}: {world.size} ranks" + ("" if here == world.size else f", {here} of them here")
+    )
     rows = Why(Job(world.documents.values(), world.size)).rows()
     yield from rank_lines([row for row in rows if row["rank"] in world.documents])

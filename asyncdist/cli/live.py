@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import Any, Final
 
 import click
 
-from asyncdist.cli.store_target import Target
+from asyncdist.cli.store_target import Target, store_options
 from asyncdist.errors import ConnectTimeoutError, DistNetworkError, StoreTimeoutError
 from asyncdist.inspect.endpoint import ALL
 from asyncdist.store.tcp_store import StoreObserver
 from asyncdist.world.live import LiveWorld, asked_by_store, asked_on_this_host, jobs_of
+
+STORE_LIMIT_S: Final = 3.0
+"""How long the store has for an answer, by default: the process that hosts it may be what hangs."""
+
+
+def job_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the options that say which jobs it is about: a `Target` as its first argument, and `group`."""
+    of_group = click.option("--group", default="", help="One world: the group_name of its init_process_group.")
+    return store_options(of_group(command), timeout_s=STORE_LIMIT_S)
 
 
 def live_worlds(target: Target, group: str = "", question: bytes = ALL) -> list[LiveWorld]:

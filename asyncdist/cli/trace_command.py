@@ -6,12 +6,13 @@ from pathlib import Path
 
 import click
 
-from asyncdist.cli.live import live_worlds
+from asyncdist.cli.live import job_options, live_worlds
 from asyncdist.cli.rank_lines import printable
-from asyncdist.cli.store_target import Target, store_options
+from asyncdist.cli.store_target import Target
 from asyncdist.inspect.job import Document, Job
 from asyncdist.inspect.perfetto import trace
 from asyncdist.inspect.stragglers import stragglers
+from asyncdist.world.live import title
 
 STRAGGLERS_SHOWN = 5
 
@@ -19,8 +20,7 @@ STRAGGLERS_SHOWN = 5
 @click.command("trace", short_help="Write the timeline of a job for Perfetto.")
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path), required=False)
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), default=Path("job.pftrace"))
-@store_options
-@click.option("--group", default="", help="One world: the group_name of its init_process_group.")
+@job_options
 def trace_command(target: Target, folder: Path | None, output: Path, group: str) -> None:
     """Write what a job has done of late as one timeline, to be opened with https://ui.perfetto.dev.
 
@@ -48,7 +48,7 @@ def _read(folder: Path) -> list[Document]:
 def _asked(target: Target, group: str) -> list[Document]:
     worlds = live_worlds(target, group)
     if len(worlds) != 1:
-        found = ", ".join(f"job {world.job} group {world.name}" for world in worlds) or "none"
+        found = "; ".join(title(world.job, world.name) for world in worlds) or "none"
         raise click.ClickException(
             f"one running job is wanted, and this is what runs: {printable(found)}; say --namespace, --group"
         )

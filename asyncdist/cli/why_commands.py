@@ -11,12 +11,12 @@ from typing import Any, Final
 
 import click
 
-from asyncdist.cli.job_commands import STORE_LIMIT_S
-from asyncdist.cli.live import live_worlds
+from asyncdist.cli.live import job_options, live_worlds
 from asyncdist.cli.rank_lines import printable, rank_lines
-from asyncdist.cli.store_target import Target, store_options
+from asyncdist.cli.store_target import Target
 from asyncdist.inspect.job import Job
 from asyncdist.inspect.why import AFTER_S, Why
+from asyncdist.world.live import title
 
 EXIT_CODES: Final[Mapping[str, int]] = {"healthy": 0, "unknown": 2}
 """By kind of verdict; 1 for all others."""
@@ -39,8 +39,7 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
         click.argument(
             "folder", type=click.Path(exists=True, file_okay=False, path_type=Path), required=False, metavar="[FOLDER]"
         ),
-        functools.partial(store_options, timeout_s=STORE_LIMIT_S),
-        click.option("--group", default="", help="One world: the group_name of its init_process_group."),
+        job_options,
         click.option(
             "--after",
             "after_s",
@@ -71,8 +70,7 @@ def _jobs(target: Target, folder: Path | None, group: str) -> dict[str, Job]:
         raise click.UsageError("no job runs there; give a folder of dumps, or --store of a running job")
     several = len(worlds) > 1
     return {
-        f"{world.job} {world.name}".strip() if several else "": Job(world.documents.values(), world.size)
-        for world in worlds
+        title(world.job, world.name) if several else "": Job(world.documents.values(), world.size) for world in worlds
     }
 
 

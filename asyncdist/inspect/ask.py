@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from asyncdist.inspect.endpoint import ALL, LENGTH, NAME, PURPOSE, STATE, may_ask, process_state
+from asyncdist.concurrency.process import is_stopped
+from asyncdist.inspect.endpoint import ALL, LENGTH, NAME, PURPOSE, STOPPED, may_ask
 from asyncdist.inspect.job import MAX_RANKS, checked, is_a
 from asyncdist_server.serving.sockets import peer_credentials
 from asyncdist_server.wire.auth import MAX_HANDSHAKE_BYTES, AuthenticationError, ClientHandshake
@@ -26,20 +27,19 @@ ASKED_TOGETHER: Final = 256
 MAX_ANSWER_BYTES: Final = 64 << 20
 MAX_ANSWERS_BYTES: Final = 1 << 30
 """Of all that are asked together."""
-STOPPED: Final = ("T", "t")
 WHY_STOPPED: Final = "it is stopped (SIGSTOP, or a debugger)"
 HUNG_UP: Final = "it has ended, or its world has"
 _READ_BYTES: Final = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class EndpointAddress:
     """Where a process answers: by Unix socket, on this host; and by TCP."""
 
     host: str
     pid: int
     unix: bytes = b""
-    endpoints: tuple[tuple[str, int], ...] = ()
+    tcp: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class _Unheard(Exception):
 
 
 @dataclass
-class _Room:
+class _Budget:
     """How much the answers that are still to come may say."""
 
     left: int
@@ -72,38 +72,35 @@ class _Room:
 
 
 async def ask_all(
-    doors: Iterable[Door],
+    endpoints: Iterable[EndpointAddress],
     token: str | None,
     question: bytes = ALL,
     limit_s: float = ASK_S,
     most_bytes: int = MAX_ANSWERS_BYTES,
-) -> dict[Door, Answer]:
+) -> dict[EndpointAddress, Answer]:
     """Ask all, in parallel; what does not answer within `limit_s` is silent, or stopped if its host can tell.
 
     Once the answers have `most_bytes`, further ones are not read, and count as silent.
     """
     together = asyncio.Semaphore(ASKED_TOGETHER)
-    room = _Room(most_bytes)
+    budget = _Budget(most_bytes)
 
-    async def ask_one(door: Door) -> bytes | Answer:
+    async def ask_one(endpoint: EndpointAddress) -> bytes | Answer:
         async with together:
-            return await _ask(door, token, question, limit_s, room)
+            return await _ask(endpoint, token, question, limit_s, budget)
 
-    doors = list(dict.fromkeys(doors))
-    heard = dict(zip(doors, await asyncio.gather(*map(ask_one, doors)), strict=True))
-    found = {door: answer if isinstance(answer, Answer) else _read(answer) for door, answer in heard.items()}
-    speaking = {door.host: door for door, answer in found.items() if not answer.state}
-    silent = [door for door, answer in found.items() if answer.state == "silent" and door.host in speaking]
+    endpoints = list(dict.fromkeys(endpoints))
+    heard = dict(zip(endpoints, await asyncio.gather(*map(ask_one, endpoints)), strict=True))
+    found = {endpoint: answer if isinstance(answer, Answer) else _read(answer) for endpoint, answer in heard.items()}
+    speaking = {endpoint.host: endpoint for endpoint, answer in found.items() if not answer.state}
+    silent = [endpoint for endpoint, answer in found.items() if answer.state == "silent" and endpoint.host in speaking]
 
-    async def ask_neighbor(door: Door) -> None:
+    async def ask_neighbor(endpoint: EndpointAddress) -> None:
         """Another process of the host sees whether one is stopped."""
-        said = await ask_one_of(speaking[door.host], door.pid)
-        if said in STOPPED:
-            found[door] = Answer((), "stopped", WHY_STOPPED)
-
-    async def ask_one_of(neighbor: Door, pid: int) -> Any:
-        said = await _ask(neighbor, token, STATE + b"%d" % pid, limit_s, room)
-        return None if isinstance(said, Answer) else json.loads(said)
+        question = STOPPED + b"%d" % endpoint.pid
+        said = await _ask(speaking[endpoint.host], token, question, limit_s, budget)
+        if said == b"true":
+            found[endpoint] = Answer((), "stopped", WHY_STOPPED)
 
     await asyncio.gather(*map(ask_neighbor, silent))
     return found
@@ -138,14 +135,16 @@ def _is_live(document: dict[str, Any]) -> bool:
     )
 
 
-async def _ask(door: Door, token: str | None, question: bytes, limit_s: float, room: _Room) -> bytes | Answer:
+async def _ask(
+    endpoint: EndpointAddress, token: str | None, question: bytes, limit_s: float, budget: _Budget
+) -> bytes | Answer:
     try:
         async with asyncio.timeout(limit_s):
-            with await _connect(door) as sock:
+            with await _connect(endpoint) as sock:
                 own = sock.family == socket.AF_UNIX and may_ask(sock)
-                if own and process_state(peer_credentials(sock)[0]) in STOPPED:
+                if own and is_stopped(peer_credentials(sock)[0]):
                     return Answer((), "stopped", WHY_STOPPED)
-                return await _converse(sock, token, question, room, own=own)
+                return await _converse(sock, token, question, budget, own=own)
     except TimeoutError:
         return Answer((), "silent", f"no answer within {limit_s:g} s")
     except _Unheard as unheard:
@@ -158,12 +157,12 @@ async def _ask(door: Door, token: str | None, question: bytes, limit_s: float, r
         return Answer((), "silent", error.strerror or str(error))
 
 
-async def _connect(door: Door) -> socket.socket:
+async def _connect(endpoint: EndpointAddress) -> socket.socket:
     """Connect by Unix socket, which leads to a process of this host only; else by TCP."""
     loop = asyncio.get_running_loop()
-    addresses: list[Any] = [door.unix] if door.unix else []
+    addresses: list[Any] = [endpoint.unix] if endpoint.unix else []
     refused: OSError | None = None
-    for address in addresses + list(door.endpoints):
+    for address in addresses + list(endpoint.tcp):
         family = (
             socket.AF_UNIX if isinstance(address, bytes) else socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         )
@@ -181,12 +180,12 @@ async def _connect(door: Door) -> socket.socket:
         except BaseException:
             sock.close()
             raise
-    if not door.endpoints and door.host != socket.gethostname():
-        raise _Unheard("silent", f"it answers on its own host only: {door.host}")
+    if not endpoint.tcp and endpoint.host != socket.gethostname():
+        raise _Unheard("silent", f"it answers on its own host only: {endpoint.host}")
     raise _Unheard("gone", "nobody listens where it did") from refused
 
 
-async def _converse(sock: socket.socket, token: str | None, question: bytes, room: _Room, *, own: bool) -> bytes:
+async def _converse(sock: socket.socket, token: str | None, question: bytes, budget: _Budget, *, own: bool) -> bytes:
     loop = asyncio.get_running_loop()
     handshake = ClientHandshake(token, question, PURPOSE, optional=own)
     await loop.sock_sendall(sock, handshake.start())
@@ -197,7 +196,7 @@ async def _converse(sock: socket.socket, token: str | None, question: bytes, roo
     while len(said) < LENGTH.size:
         said += await _receive(sock, _READ_BYTES)
     (wanted,) = LENGTH.unpack_from(said)
-    room.take(wanted)
+    budget.take(wanted)
     while len(said) < LENGTH.size + wanted:
         said += await _receive(sock, _READ_BYTES)
     return bytes(said[LENGTH.size : LENGTH.size + wanted])
@@ -210,7 +209,7 @@ async def _receive(sock: socket.socket, most: int) -> bytes:
     return data
 
 
-def doors_here(directory: str = "") -> list[Door]:
+def endpoints_here(directory: str = "") -> list[EndpointAddress]:
     """Those of this user's processes on this host, and of `directory` (ASYNCDIST_SOCKET_DIR) if it is given."""
     names: list[bytes] = []
     with contextlib.suppress(OSError):
@@ -220,7 +219,7 @@ def doors_here(directory: str = "") -> list[Door]:
         found = [name for name in os.listdir(directory) if re.fullmatch(rf"{NAME}[0-9a-f-]+", name)]
         names += [os.fsencode(os.path.join(directory, name)) for name in sorted(found)]
     host = socket.gethostname()
-    return [Door(host, pid, name) for name in names if (pid := _own_listener(name))]
+    return [EndpointAddress(host, pid, name) for name in names if (pid := _own_listener(name))]
 
 
 def _own_listener(name: bytes) -> int:
@@ -232,7 +231,7 @@ def _own_listener(name: bytes) -> int:
     return 0
 
 
-def stub(rank: int, door: Door, answer: Answer) -> dict[str, Any]:
+def stub(rank: int, endpoint: EndpointAddress, answer: Answer) -> dict[str, Any]:
     """What stands for the document of a rank that does not answer."""
-    found = {"rank": rank, "host": door.host, "pid": door.pid, "state": answer.state, "why": answer.why}
+    found = {"rank": rank, "host": endpoint.host, "pid": endpoint.pid, "state": answer.state, "why": answer.why}
     return found | {"time": time.time(), "groups": [], "entries": [], "threads": {}, "tasks": {}}

@@ -5,10 +5,10 @@ or is blocked. Whoever asks proves the token, by the handshake of the store (`wi
 connects by Unix socket as the same user, who can read the environment and the memory of this process anyway. What is
 asked for is the handshake's context, so that the proof covers it. The answer is a length and JSON:
 
-    NOW    a list of documents, of what is under way and what ended last, without tasks
-    WAITS  the same, with tasks
-    ALL    a list of documents, of all that is remembered
-    STATE  `state 4711`: the state of that process of this host as /proc has it, "" if there is none
+    NOW      a list of documents, of what is under way and what ended last, without tasks
+    WAITS    the same, with tasks
+    ALL      a list of documents, of all that is remembered
+    STOPPED  `stopped 4711`: whether that process of this host is stopped
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from time import monotonic
 from typing import Any, Final
 
 from asyncdist.concurrency.loop import Place, close_in_forked_child
+from asyncdist.concurrency.process import is_stopped
 from asyncdist.concurrency.trace import info
 from asyncdist.inspect.dumps import document
 from asyncdist.inspect.recorder import RECORDER
@@ -39,7 +40,7 @@ from asyncdist_server.wire.auth import MAX_HANDSHAKE_BYTES, AuthenticationError,
 NOW: Final = b"now"
 WAITS: Final = b"waits"
 ALL: Final = b"all"
-STATE: Final = b"state "
+STOPPED: Final = b"stopped "
 NAME: Final = "asyncdist-inspect-"
 """How the names of Unix sockets of endpoints begin: whoever is on the host finds them by that."""
 THREAD: Final = "asyncdist inspect"
@@ -195,8 +196,8 @@ class Endpoint:
     def _answer(self, question: bytes) -> bytes:
         try:
             found: Any
-            if question.startswith(STATE):
-                found = process_state(int(question[len(STATE) :]))
+            if question.startswith(STOPPED):
+                found = is_stopped(int(question[len(STOPPED) :]))
             else:
                 found = self._documents(question)
             said = json.dumps(found, separators=(",", ":")).encode()
@@ -273,12 +274,3 @@ def may_ask(sock: socket.socket) -> bool:
         return sys.platform != "linux" or os.path.samefile(f"/proc/{pid}/ns/pid", "/proc/self/ns/pid")
     except OSError:
         return False
-
-
-def process_state(pid: int) -> str:
-    """`T` of a process of this host that is stopped, `R` or `S` of one that runs or sleeps; empty if there is none."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""

@@ -74,7 +74,7 @@ class Job:
         """The state of each rank that says nothing, as a rule one of `STATES`."""
         self.unread = tuple(unread)
 
-    def told(self, rank: int) -> str:
+    def why_missing(self, rank: int) -> str:
         """Why a rank says nothing."""
         document = self.documents[rank]
         return STATES.get(document["state"]) or str(document.get("why") or document["state"])
@@ -133,6 +133,11 @@ def checked(document: object) -> Document:
     for name in ("threads", "tasks"):
         document[name] = {key: lines for key, lines in document[name].items() if _are_lines(lines)}
     return document
+
+
+def is_send(message: Document) -> bool:
+    """Whether a message is one that its rank sends."""
+    return "send" in message["operation"]
 
 
 def is_a(value: object, kind: type | tuple[type, ...]) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from typing import Any, NamedTuple, TypeAlias
 
-from asyncdist.inspect.job import MAX_NUMBER, Document
+from asyncdist.inspect.job import MAX_NUMBER, Document, is_send
 
 
 class Clock(NamedTuple):
@@ -105,7 +105,7 @@ def messages(documents: Sequence[Document], clock: Mapping[int, Clock]) -> Itera
             if entry["kind"] == "event" and entry["operation"].endswith(" made"):
                 whole.add((entry["group_id"], rank))
             elif entry["kind"] == "message" and "error" not in entry:
-                if entry["operation"].lstrip("i").startswith("send"):
+                if is_send(entry):
                     sent[entry["group_id"], entry["tag"], rank, entry["peer"]].append(entry)
                 elif "ended" in entry:
                     received[entry["group_id"], entry["tag"], entry["peer"], rank].append(entry)

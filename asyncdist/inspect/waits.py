@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
-from asyncdist.inspect.job import Document, Job
+from asyncdist.inspect.job import Document, Job, is_send
 
 Key: TypeAlias = tuple[str, int, int]
 """Group id, tag and sequence number of a collective."""
@@ -271,11 +271,6 @@ def _goes_on(released: set[Operation], strands: list[Strand], strand: Strand) ->
     ended = [operation in released for operation in strand.operations]
     ended += [tasks.get(name, True) for name in strand.tasks]
     return any(ended) if strand.any else all(ended)
-
-
-def is_send(message: Document) -> bool:
-    """Whether a message is one that its rank sends."""
-    return "send" in message["operation"]
 
 
 @functools.lru_cache(1024)

@@ -18,11 +18,9 @@ from typing import Any, Final
 
 from asyncdist.arrays.host import human_bytes
 from asyncdist.concurrency.integers import spell_ranks
-from asyncdist.inspect.ask import Door, ask_all
-from asyncdist.inspect.endpoint import WAITS
-from asyncdist.inspect.job import STATES, Document, Job
+from asyncdist.inspect.job import STATES, Document, Job, is_send
 from asyncdist.inspect.stragglers import Straggler, stragglers
-from asyncdist.inspect.waits import Operation, Waits, is_send
+from asyncdist.inspect.waits import Operation, Waits
 
 AFTER_S: Final = 1.0
 """What has waited for less is as likely to end in a moment."""
@@ -55,21 +53,8 @@ class Verdict:
     proven: bool = False
 
 
-def why(job: Job, after_s: float = AFTER_S) -> Verdict:
-    """What is wrong with a job. Operations that have waited for less than `after_s` seconds are no hang."""
-    return Why(job, after_s).verdict()
-
-
-async def doing(doors: Mapping[int, Door], token: str | None, limit_s: float) -> dict[int, str]:
-    """What the ranks behind these doors do, as `Why.doing` says it, of those that answer within `limit_s` seconds."""
-    answers = await ask_all(doors.values(), token, WAITS, limit_s)
-    said = [one for rank, door in doors.items() for one in answers[door].documents if one["rank"] == rank]
-    look = Why(Job(said))
-    return {one["rank"]: look.doing(one["rank"]) for one in said}
-
-
 class Why:
-    """See the module."""
+    """See the module. Operations that have waited for less than `after_s` seconds are no hang."""
 
     def __init__(self, job: Job, after_s: float = AFTER_S) -> None:
         self.job = job
@@ -100,7 +85,7 @@ class Why:
         known = [rank for rank in self.job.documents if rank not in self.job.missing]
         text = f"nothing is wrong as far as {_ranks(known)} can tell" if known else "no rank says anything"
         if self.job.missing:
-            told = (f"rank {rank}: {self.job.told(rank)}" for rank in list(self.job.missing)[:NAMED])
+            told = (f"rank {rank}: {self.job.why_missing(rank)}" for rank in list(self.job.missing)[:NAMED])
             return Verdict("unknown", f"{text[0].upper()}{text[1:]}, but {'; '.join(told)}.", tuple(self.job.missing))
         return Verdict("healthy", f"{text[0].upper()}{text[1:]}.")
 
@@ -294,7 +279,7 @@ class Why:
         if rank in self.waits.stopped:
             return STATES["stopped"]
         if rank in self.job.missing:
-            return self.job.told(rank)
+            return self.job.why_missing(rank)
         if self.waits.is_busy(rank):
             said = "it " + self._place(self.waits.busy_places(rank)[-1])
             document = self.job.documents[rank]

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from typing import TYPE_CHECKING, Any, Final
 
 from asyncdist.errors import LaunchError
-from asyncdist.inspect.ask import ask_all, doors_here
+from asyncdist.inspect.ask import ask_all, endpoints_here
 from asyncdist.inspect.counts import SECONDS
 from asyncdist.inspect.endpoint import NOW
 from asyncdist.launch.config import Endpoint
@@ -98,8 +98,8 @@ class NodeMetrics:
 
 async def documents_of(pids: Collection[int], environ: Mapping[str, str]) -> list[dict[str, Any]]:
     """Ask the ranks that run in the sessions of these workers."""
-    doors = [door for door in doors_here(environ.get("ASYNCDIST_SOCKET_DIR", "")) if _session(door.pid) in pids]
-    answers = await ask_all(doors, None, NOW)
+    endpoints = [each for each in endpoints_here(environ.get("ASYNCDIST_SOCKET_DIR", "")) if _session(each.pid) in pids]
+    answers = await ask_all(endpoints, None, NOW)
     return [said for answer in answers.values() for said in answer.documents]
 
 

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
-from asyncdist.inspect.job import Document, Job
+from asyncdist.inspect.job import Document, Job, is_send
 from asyncdist.inspect.stragglers import stragglers
 from asyncdist.inspect.why import Why
 
@@ -65,7 +65,7 @@ def _links(recent: Iterable[tuple[int, Mapping[str, Any]]]) -> list[dict[str, An
     """Messages between two ranks, as the senders tell of them; the busiest first."""
     sums: defaultdict[tuple[int, int, str], int] = defaultdict(int)
     for rank, entry in recent:
-        if entry["kind"] == "message" and "send" in entry["operation"]:
+        if entry["kind"] == "message" and is_send(entry):
             sums[rank, entry["peer"], entry.get("transport", "")] += entry.get("bytes", 0)
     busiest = sorted(sums.items(), key=lambda item: -item[1])[:SHOWN]
     return [

@@ -13,7 +13,7 @@ from asyncdist.inspect.perfetto import trace
 from asyncdist.store import TCPStore
 from asyncdist.store.tcp_store import StoreObserver
 from asyncdist.world.inspection import FoundWorld, worlds_of
-from asyncdist.world.live import asked_by_store, jobs_of
+from asyncdist.world.live import asked_by_store, jobs_of, title
 
 if TYPE_CHECKING:
     from asyncdist_server.serving.daemon import StoreServer
@@ -36,7 +36,7 @@ class StoreJobs:
         self._server = server
 
     async def names(self) -> Sequence[str]:
-        """The worlds, as `job, group` or `group`."""
+        """The worlds, as `world.live.title` has them."""
         return sorted(await self._run(self._names))
 
     async def ask(self, name: str, *, all_remembered: bool) -> Job | None:
@@ -55,7 +55,7 @@ class StoreJobs:
         return await asyncio.to_thread(lambda: asyncio.run(_awaited(work())))
 
     async def _names(self) -> list[str]:
-        return [_title(job, world) for job, world in await self._worlds()]
+        return [title(job, world.name) for job, world in await self._worlds()]
 
     async def _worlds(self) -> list[tuple[str, FoundWorld]]:
         async with self._client(StoreObserver) as observer:
@@ -68,7 +68,7 @@ class StoreJobs:
 
     async def _ask(self, name: str, all_ranks: int | None) -> Job | None:
         for job, world in await self._worlds():
-            if _title(job, world) == name:
+            if title(job, world.name) == name:
                 question = ALL if all_ranks is None or world.size <= all_ranks else WAITS
                 async with self._client(TCPStore, job) as store:
                     asked = await asked_by_store(store, job, world.name, question, MAX_BYTES)
@@ -90,7 +90,3 @@ class StoreJobs:
 
 async def _awaited(work: Awaitable[T]) -> T:
     return await work
-
-
-def _title(job: str, world: FoundWorld) -> str:
-    return f"{job}, {world.name}" if job else world.name

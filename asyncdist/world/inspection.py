@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final
 
 from asyncdist.concurrency import trace as events
 from asyncdist.errors import DistStoreError
-from asyncdist.inspect.ask import Door
+from asyncdist.inspect.ask import EndpointAddress
 from asyncdist.inspect.endpoint import Endpoint, name_of
 from asyncdist.inspect.job import MAX_RANKS
 from asyncdist.store import Store
@@ -49,8 +49,8 @@ class Inspection:
         self._endpoint: Endpoint | None = None
         self.token: str | None = key[1]
         """Who asks other ranks proves it."""
-        self.door: list[Any] = []
-        """What the store is told: the fields of `Door`."""
+        self.address: list[Any] = []
+        """What the store is told: the fields of `EndpointAddress`."""
 
     @classmethod
     def open(
@@ -109,7 +109,7 @@ class Inspection:
                     ip = reachable.advertised[0][0] if reachable.advertised else reachable.ips[0]
                     endpoints.append((ip, sockets[-1].getsockname()[1]))
             self._endpoint = Endpoint(sockets, token, remove)
-            self.door = [socket.gethostname(), os.getpid(), name, endpoints]
+            self.address = [socket.gethostname(), os.getpid(), name, endpoints]
             undo.pop_all()
 
 
@@ -126,7 +126,7 @@ class FoundWorld:
     size: int
     formed: bool
     """Whether its ranks have stopped waiting for each other to join."""
-    doors: dict[int, Door] = field(default_factory=dict)
+    endpoints: dict[int, EndpointAddress] = field(default_factory=dict)
     ended: dict[int, str] = field(default_factory=dict)
     """Ranks that have `left`, or are `gone`: their connection to the store has ended."""
 
@@ -157,7 +157,7 @@ async def worlds_of(store: Store, environ: Mapping[str, str] = os.environ) -> li
         world = worlds[name]
         if rank >= world.size:
             continue
-        world.doors[rank] = door_of(_record(packed), environ)
+        world.endpoints[rank] = endpoint_of(_record(packed), environ)
         if f"{prefix}left/{rank}" in keys:
             world.ended[rank] = "left"
         elif leases and f"{prefix}here/{rank}" not in keys:
@@ -171,16 +171,16 @@ def _record(packed: bytes) -> dict[str, Any]:
     return {}
 
 
-def door_of(info: dict[str, Any], environ: Mapping[str, str] = os.environ) -> Door:
+def endpoint_of(info: dict[str, Any], environ: Mapping[str, str] = os.environ) -> EndpointAddress:
     """Where a rank answers, by what it has told the store of itself: numbers, as names take seconds to look up."""
-    match info.get("door"):
+    match info.get("endpoint"):
         case [str(host), int(pid), bytes(name), list(told)] if b"\0" not in name[1:]:
             if name.startswith(b"/"):
                 directory = environ.get("ASYNCDIST_SOCKET_DIR", "").strip() or os.path.dirname(os.fsdecode(name))
                 name = path_of(directory, name) or b""
             endpoints = tuple((ip, port) for ip, port in filter(_is_endpoint, told[:MAX_ENDPOINTS]))
-            return Door(host, pid, name if name[:1] in (b"/", b"\0") else b"", endpoints)
-    return Door("", 0)
+            return EndpointAddress(host, pid, name if name[:1] in (b"/", b"\0") else b"", endpoints)
+    return EndpointAddress("", 0)
 
 
 def _is_endpoint(told: object) -> bool:

@@ -13,15 +13,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from asyncdist.inspect.ask import MAX_ANSWERS_BYTES, Answer, Door, ask_all, doors_here, stub
-from asyncdist.inspect.endpoint import ALL, name_of
+from asyncdist.inspect.ask import MAX_ANSWERS_BYTES, Answer, EndpointAddress, ask_all, endpoints_here, stub
+from asyncdist.inspect.endpoint import ALL, WAITS, name_of
+from asyncdist.inspect.job import Job
+from asyncdist.inspect.why import Why
 from asyncdist.launch.rendezvous.job_store import LAUNCHERS_NAMESPACE
 from asyncdist.store import TCPStore
 from asyncdist.world.inspection import FoundWorld, worlds_of
 
 MAX_JOBS: Final = 64
 """Namespaces of a store that are looked at where none is named."""
-NOBODY: Final = Door("", 0)
+NOBODY: Final = EndpointAddress("", 0)
 
 
 @dataclass
@@ -37,6 +39,11 @@ class LiveWorld:
     """By rank. From a store all ranks are there, from a host those that run on it."""
 
 
+def title(job: str, world: str) -> str:
+    """`job train.0, group default`, or `group default`."""
+    return f"job {job}, group {world}" if job else f"group {world}"
+
+
 async def jobs_of(observer: TCPStore) -> list[str]:
     """The namespaces of a store that are jobs'. Raises DistError."""
     named = [one.name for one in await observer.namespaces() if one.keys]
@@ -48,56 +55,64 @@ async def asked_by_store(
 ) -> list[LiveWorld]:
     """Ask the ranks of a job's worlds, whose keys are in `store`; `group` names one of them. Raises DistError."""
     known = [world for world in await worlds_of(store) if group in ("", world.name)]
-    doors = [door for world in known for door in world.doors.values()]
-    answers = await ask_all(doors, store.dialer.token, question, most_bytes=most_bytes)
+    endpoints = [endpoint for world in known for endpoint in world.endpoints.values()]
+    answers = await ask_all(endpoints, store.dialer.token, question, most_bytes=most_bytes)
     return [_world(job, world, answers) for world in known]
 
 
-def _world(job: str, known: FoundWorld, answers: Mapping[Door, Answer]) -> LiveWorld:
+def _world(job: str, known: FoundWorld, answers: Mapping[EndpointAddress, Answer]) -> LiveWorld:
     found = LiveWorld(job, known.name, known.size)
     for rank in range(known.size):
-        door = known.doors.get(rank)
-        if door is None:
+        endpoint = known.endpoints.get(rank)
+        if endpoint is None:
             found.documents[rank] = stub(rank, NOBODY, Answer((), "absent", "it has not joined"))
             continue
-        answer, ended = answers[door], known.ended.get(rank, "")
+        answer, ended = answers[endpoint], known.ended.get(rank, "")
         own = [one for one in answer.documents if one.get("rank") == rank and one["world"]["name"] == known.name]
         if own:
             found.documents[rank] = own[0]
         elif ended == "left":
-            found.documents[rank] = stub(rank, door, Answer((), "left", "it has closed its group"))
+            found.documents[rank] = stub(rank, endpoint, Answer((), "left", "it has closed its group"))
         elif ended and answer.state in ("gone", "silent"):
-            found.documents[rank] = stub(rank, door, Answer((), "gone", "its connection to the store has ended"))
+            found.documents[rank] = stub(rank, endpoint, Answer((), "gone", "its connection to the store has ended"))
         elif answer.state:
-            found.documents[rank] = stub(rank, door, answer)
+            found.documents[rank] = stub(rank, endpoint, answer)
         elif known.formed:
-            found.documents[rank] = stub(rank, door, Answer((), "leaving", "it closes its group"))
+            found.documents[rank] = stub(rank, endpoint, Answer((), "leaving", "it closes its group"))
         else:
-            found.documents[rank] = stub(rank, door, Answer((), "joining", "it waits for other ranks to join"))
+            found.documents[rank] = stub(rank, endpoint, Answer((), "joining", "it waits for other ranks to join"))
     return found
 
 
 async def asked_on_this_host(question: bytes = ALL) -> list[LiveWorld]:
     """Ask the ranks of this user's processes on this host."""
-    doors = doors_here(os.environ.get("ASYNCDIST_SOCKET_DIR", "").strip())
-    answers = await ask_all(doors, None, question)
+    endpoints = endpoints_here(os.environ.get("ASYNCDIST_SOCKET_DIR", "").strip())
+    answers = await ask_all(endpoints, None, question)
     worlds: dict[str, LiveWorld] = {}
     for document in (document for answer in answers.values() for document in answer.documents):
         world = document["world"]
         found = worlds.setdefault(world["id"], LiveWorld(document["job"], world["name"], world["size"]))
         found.documents[document["rank"]] = document
-    for door, answer in answers.items():
+    for endpoint, answer in answers.items():
         if answer.state not in ("", "gone"):
             for world in worlds.values():
-                rank = _rank_of(door, world)
+                rank = _rank_of(endpoint, world)
                 if rank is not None and rank not in world.documents:
-                    world.documents[rank] = stub(rank, door, answer)
+                    world.documents[rank] = stub(rank, endpoint, answer)
     return list(worlds.values())
 
 
-def _rank_of(door: Door, world: LiveWorld) -> int | None:
+def _rank_of(endpoint: EndpointAddress, world: LiveWorld) -> int | None:
     """The rank of that world which is to be asked there, by the name of its socket; None if there is none."""
     for rank in range(world.size):
-        if name_of(world.job, world.name, rank).encode() in door.unix:
+        if name_of(world.job, world.name, rank).encode() in endpoint.unix:
             return rank
     return None
+
+
+async def doing(endpoints: Mapping[int, EndpointAddress], token: str | None, limit_s: float) -> dict[int, str]:
+    """What the ranks that are asked there do, as `Why.doing` says it, of those that answer within `limit_s` seconds."""
+    answers = await ask_all(endpoints.values(), token, WAITS, limit_s)
+    said = [one for rank, each in endpoints.items() for one in answers[each].documents if one["rank"] == rank]
+    look = Why(Job(said))
+    return {one["rank"]: look.doing(one["rank"]) for one in said}

@@ -91,7 +91,7 @@ class Rendezvous:
         self._store = PrefixStore(f"world/{group_name or 'default'}", store)
         self.rank = rank
         self.world_size = world_size
-        self.door: list[Any] = []
+        self.endpoint: list[Any] = []
         """Where whoever asks what this rank does finds it, see `inspection`; empty for nowhere."""
         self.on_hosted: Callable[[], None] | None = None
         """Called, while others are waited for, once it is known that the store ends with rank 0."""
@@ -219,8 +219,8 @@ class Rendezvous:
     async def _present(self, options: dict[str, Any], address: PeerAddress, allow_pickle: bool) -> int:
         """Say who this rank is and where it listens, and what it allows; returns how many ranks have joined then."""
         info: dict[str, Any] = {"who": self._who, "token": self._attempts.token, "address": address.to_bytes()}
-        if self.door:
-            info["door"] = self.door
+        if self.endpoint:
+            info["endpoint"] = self.endpoint
         if not self.rank:
             info["options"] = options
         key, packed = self._key(f"info/{self.rank}"), msgpack.packb(info)

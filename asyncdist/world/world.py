@@ -37,7 +37,7 @@ from asyncdist.world.control import (
 )
 from asyncdist.world.host_losses import hear_losses
 from asyncdist.world.init_method import StoreSource
-from asyncdist.world.inspection import Inspection, door_of
+from asyncdist.world.inspection import Inspection, endpoint_of
 from asyncdist.world.rendezvous import Met
 
 __all__ = [
@@ -225,13 +225,13 @@ class World:
         """
         if self.inspection is None or getattr(self.loop, "virtual_time", False):
             return {}
-        from asyncdist.inspect.why import doing
+        from asyncdist.world.live import doing  # for programs that wait long only
 
         try:
             async with asyncio.timeout(DOING_S):
                 infos = await self._rendezvous.infos(ranks)
-                doors = {rank: door_of(info) for rank, info in zip(ranks, infos, strict=False)}
-                return await doing(doors, self.inspection.token, DOING_S / 2)
+                endpoints = {rank: endpoint_of(info) for rank, info in zip(ranks, infos, strict=False)}
+                return await doing(endpoints, self.inspection.token, DOING_S / 2)
         except Exception as error:
             events.info("rank %d: cannot ask what ranks %s do: %r", self.rank, list(ranks), error)
             return {}

@@ -58,7 +58,7 @@ async def shown() -> tuple[list[str], float]:
     """What `ps` prints of them, and how long it took, the start of the interpreter included."""
     names = [f"\0{name_of('many', 'default', rank)}many" for rank in range(RANKS)]
     servers = [await asyncio.start_unix_server(stand_in(rank), name) for rank, name in enumerate(names)]
-    infos = [msgpack.packb({"door": ["here", 1, name.encode(), []]}) for name in names]
+    infos = [msgpack.packb({"endpoint": ["here", 1, name.encode(), []]}) for name in names]
     with serve_in_thread() as server:
         async with TCPStore("127.0.0.1", server.port, namespace="many") as store:
             await store.set("world/default/1/terms", msgpack.packb({"world_size": RANKS}))

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import pytest
 
 from asyncdist.inspect import endpoint as module
-from asyncdist.inspect.ask import Answer, Door, ask_all
+from asyncdist.inspect.ask import Answer, EndpointAddress, ask_all
 from asyncdist.inspect.dumps import document
 from asyncdist.inspect.endpoint import ALL, MAX_ASKERS, MAX_HALF_OPEN, NAME, THREAD, Endpoint
 from asyncdist.transport.listening import listen_tcp, listen_unix
@@ -28,20 +28,20 @@ HERE = socket.gethostname()
 
 
 @contextlib.contextmanager
-def serving(token: str | None = TOKEN) -> Iterator[tuple[Door, Door]]:
+def serving(token: str | None = TOKEN) -> Iterator[tuple[EndpointAddress, EndpointAddress]]:
     """An endpoint of this process, by Unix socket and by TCP."""
     unix, name, remove = listen_unix("", NAME)
     tcp = listen_tcp("127.0.0.1", None)
     port = tcp.getsockname()[1]
     endpoint = Endpoint([unix, tcp], token, remove)
     try:
-        yield Door(HERE, os.getpid(), name), Door(HERE, os.getpid(), b"", (("127.0.0.1", port),))
+        yield EndpointAddress(HERE, os.getpid(), name), EndpointAddress(HERE, os.getpid(), b"", (("127.0.0.1", port),))
     finally:
         endpoint.close()
 
 
-async def asked(door: Door, token: str | None, question: bytes = ALL, limit_s: float = 1.5) -> Answer:
-    return (await ask_all([door], token, question, limit_s))[door]
+async def asked(endpoint: EndpointAddress, token: str | None, question: bytes = ALL, limit_s: float = 1.5) -> Answer:
+    return (await ask_all([endpoint], token, question, limit_s))[endpoint]
 
 
 async def test_whoever_proves_the_token_is_answered_and_nobody_else_by_tcp() -> None:
@@ -73,7 +73,7 @@ async def test_hostile_bytes_cost_the_sender_its_connection() -> None:
     chance = random.Random(1)
     with serving() as (unix, tcp):
         for size in (1, 7, 44, 700, 5000) * 4:
-            with contextlib.suppress(OSError), socket.create_connection(tcp.endpoints[0]) as stranger:
+            with contextlib.suppress(OSError), socket.create_connection(tcp.tcp[0]) as stranger:
                 stranger.sendall(chance.choice([b"", b"\xadDST\0\1", b"\xadDST\0\1\1\1"]) + chance.randbytes(size))
                 if size == 5000:
                     stranger.settimeout(5)
@@ -87,7 +87,7 @@ async def test_strangers_that_prove_nothing_keep_nobody_out(monkeypatch: pytest.
     monkeypatch.setattr(module, "PROOF_LIMIT_S", 60)
     with serving() as (_, tcp), contextlib.ExitStack() as strangers:
         for _ in range(MAX_HALF_OPEN + 10):
-            strangers.enter_context(socket.create_connection(tcp.endpoints[0]))
+            strangers.enter_context(socket.create_connection(tcp.tcp[0]))
         assert await asked(tcp, TOKEN) == Answer([])
         assert len(os.listdir("/proc/self/fd")) < 2 * (MAX_HALF_OPEN + 40)
 
@@ -96,8 +96,8 @@ async def test_many_ask_at_once_also_for_long_answers(monkeypatch: pytest.Monkey
     facts = {"host": HERE, "pid": 1, "job": "", "loop_turns": True, "loop_late": 0.0, "program": ["x" * 1_000_000]}
     documents = [document(0, "") | facts | {"world": {"id": "0", "name": "default", "size": 1}}]
     monkeypatch.setattr(Endpoint, "_documents", lambda self, question: documents)
-    with serving() as doors:
-        answers = await asyncio.gather(*(asked(doors[i % 2], TOKEN, limit_s=20) for i in range(2 * MAX_ASKERS)))
+    with serving() as endpoints:
+        answers = await asyncio.gather(*(asked(endpoints[i % 2], TOKEN, limit_s=20) for i in range(2 * MAX_ASKERS)))
     programs = [one["program"] for answer in answers for one in answer.documents]
     assert programs == [facts["program"]] * (2 * MAX_ASKERS)
 
@@ -106,8 +106,8 @@ async def test_all_answers_together_are_bounded(monkeypatch: pytest.MonkeyPatch)
     facts = {"host": HERE, "pid": 1, "job": "", "loop_turns": True, "loop_late": 0.0, "program": "x" * 1_000_000}
     documents = [document(0, "") | facts | {"world": {"id": "0", "name": "default", "size": 1}}]
     monkeypatch.setattr(Endpoint, "_documents", lambda self, question: documents)
-    with serving() as doors:
-        answers = await ask_all(doors, TOKEN, limit_s=5, most_bytes=1_500_000)
+    with serving() as endpoints:
+        answers = await ask_all(endpoints, TOKEN, limit_s=5, most_bytes=1_500_000)
     assert sorted(len(answer.documents) for answer in answers.values()) == [0, 1]
     assert any("too long" in answer.why for answer in answers.values())
 
@@ -131,7 +131,7 @@ async def test_nothing_is_left_behind_and_whoever_asks_is_hung_up_on() -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
     with serving() as (unix, tcp):
         assert of_ours()
-        stranger = socket.create_connection(tcp.endpoints[0])
+        stranger = socket.create_connection(tcp.tcp[0])
         await asked(tcp, TOKEN)
     assert not of_ours()
     with stranger:
@@ -144,7 +144,7 @@ async def test_nothing_is_left_behind_and_whoever_asks_is_hung_up_on() -> None:
 
 async def test_a_forked_child_drops_it_and_the_parent_answers() -> None:
     with serving() as (unix, tcp):
-        stranger = socket.create_connection(tcp.endpoints[0])
+        stranger = socket.create_connection(tcp.tcp[0])
         await asked(tcp, TOKEN)  # it has accepted the stranger, too
         child = os.fork()
         if not child:
@@ -171,12 +171,12 @@ def _own_sockets() -> list[str]:
 
 async def test_whoever_answers_nothing_is_silent_and_whoever_hangs_up_is_gone() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        door = Door("elsewhere", 1, b"", (server.getsockname(),))
+        endpoint = EndpointAddress("elsewhere", 1, b"", (server.getsockname(),))
         began_s = time.monotonic()
-        assert (await asked(door, TOKEN, limit_s=0.2)).state == "silent"
+        assert (await asked(endpoint, TOKEN, limit_s=0.2)).state == "silent"
         assert time.monotonic() - began_s < 1
         hanging_up = asyncio.to_thread(lambda: [server.accept()[0].close() for _ in range(2)])
-        answer, _ = await asyncio.gather(asked(door, TOKEN, limit_s=2), hanging_up)
+        answer, _ = await asyncio.gather(asked(endpoint, TOKEN, limit_s=2), hanging_up)
         assert answer.state == "gone"
 
 
@@ -192,11 +192,11 @@ async def test_another_rank_of_its_host_tells_that_one_is_stopped() -> None:
     stopped.send_signal(signal.SIGSTOP)
     with serving() as (_, tcp), socket.create_server(("127.0.0.1", 0)) as silent, stopped:
         neighbor = dataclasses.replace(tcp, host="elsewhere")
-        door = Door("elsewhere", stopped.pid, b"", (silent.getsockname(),))
-        alone = dataclasses.replace(door, host="nowhere")
-        answers = await ask_all([neighbor, door, alone], TOKEN, limit_s=0.3)
+        endpoint = EndpointAddress("elsewhere", stopped.pid, b"", (silent.getsockname(),))
+        alone = dataclasses.replace(endpoint, host="nowhere")
+        answers = await ask_all([neighbor, endpoint, alone], TOKEN, limit_s=0.3)
         stopped.kill()
-    assert [answers[one].state for one in (neighbor, door, alone)] == ["", "stopped", "silent"]
+    assert [answers[one].state for one in (neighbor, endpoint, alone)] == ["", "stopped", "silent"]
 
 
 async def test_an_idle_endpoint_uses_no_processor_time() -> None:

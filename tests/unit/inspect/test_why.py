@@ -18,11 +18,15 @@ from asyncdist.cli import main as command
 from asyncdist.inspect.dumps import FORMAT, VERSION
 from asyncdist.inspect.job import AFTERMATH_S, MAX_DUMP_BYTES, Job, checked
 from asyncdist.inspect.perfetto import trace
-from asyncdist.inspect.why import ROUNDS, Why, why
+from asyncdist.inspect.why import AFTER_S, ROUNDS, Verdict, Why
 from asyncdist.page.look import look_back, look_now
 
 NOW_S = 1_000.0
 GROUPS = {"default": "0" * 16, "a": "a" * 16, "b": "b" * 16}
+
+
+def why(job: Job, after_s: float = AFTER_S) -> Verdict:
+    return Why(job, after_s).verdict()
 
 
 def collective(sequence: int = 0, group: str = "default", **more: Any) -> dict[str, Any]:

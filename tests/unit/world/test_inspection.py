@@ -12,7 +12,7 @@ import msgpack
 import pytest
 
 import asyncdist as dist
-from asyncdist.inspect.ask import Answer, Door, ask_all, doors_here
+from asyncdist.inspect.ask import Answer, EndpointAddress, ask_all, endpoints_here
 from asyncdist.transport.addresses import LocalAddress
 from asyncdist.transport.config import TransportConfig
 from asyncdist.world.inspection import Inspection, worlds_of
@@ -31,19 +31,19 @@ def opened(
     return Inspection.open("default", 3, 4, token, reachable, TransportConfig.from_environ(environ), environ)
 
 
-def door_of(inspection: Inspection) -> Door:
-    host, pid, name, endpoints = inspection.door
-    return Door(host, pid, name, tuple(endpoints))
+def endpoint_of(inspection: Inspection) -> EndpointAddress:
+    host, pid, name, endpoints = inspection.address
+    return EndpointAddress(host, pid, name, tuple(endpoints))
 
 
 async def test_other_hosts_ask_by_tcp() -> None:
     inspection = opened(ADVERTISED)
     assert inspection is not None
-    door = door_of(inspection)
-    ((ip, port),) = door.endpoints
+    endpoint = endpoint_of(inspection)
+    ((ip, port),) = endpoint.tcp
     assert ip == "192.0.2.7"
-    here = replace(door, unix=b"", endpoints=(("127.0.0.1", port),))
-    assert await ask_all([here, door], TOKEN) == {here: Answer([]), door: Answer([])}
+    here = replace(endpoint, unix=b"", tcp=(("127.0.0.1", port),))
+    assert await ask_all([here, endpoint], TOKEN) == {here: Answer([]), endpoint: Answer([])}
     inspection.close()
     assert (await ask_all([here], TOKEN))[here].state == "gone"
 
@@ -64,9 +64,9 @@ def test_a_port_is_taken_where_others_need_it_and_ranks_do_not(
 ) -> None:
     inspection = opened(reachable, token, environ)
     assert inspection is not None
-    assert bool(door_of(inspection).endpoints) is by_tcp
+    assert bool(endpoint_of(inspection).tcp) is by_tcp
     if by_tcp and environ:
-        assert door_of(inspection).endpoints[0][1] in range(21000, 21009)
+        assert endpoint_of(inspection).tcp[0][1] in range(21000, 21009)
     inspection.close()
 
 
@@ -80,8 +80,8 @@ def shares_an_endpoint(folder: str) -> None:
     one, other = opened(LOOPBACK, environ=environ), opened(LOOPBACK, environ=environ)
     assert one is other is not None
     one.close()
-    (door,) = (door for door in doors_here(folder) if door.unix.startswith(b"/"))
-    assert door == Door(socket.gethostname(), os.getpid(), door_of(one).unix)
+    (endpoint,) = (endpoint for endpoint in endpoints_here(folder) if endpoint.unix.startswith(b"/"))
+    assert endpoint == EndpointAddress(socket.gethostname(), os.getpid(), endpoint_of(one).unix)
     one.close()
     assert not os.listdir(folder)
 
@@ -97,24 +97,24 @@ async def test_a_store_knows_the_worlds_that_met_in_it() -> None:
     async with dist.init_process_group(store=store, rank=0, world_size=1, group_name="a/b"):
         (world,) = await worlds_of(store)
         assert (world.name, world.size, world.formed, world.ended) == ("a/b", 1, True, {})
-        assert world.doors[0].pid == os.getpid()
-        answer = (await ask_all(world.doors.values(), None))[world.doors[0]]
+        assert world.endpoints[0].pid == os.getpid()
+        answer = (await ask_all(world.endpoints.values(), None))[world.endpoints[0]]
         assert [(one["rank"], one["world"]["name"]) for one in answer.documents] == [(0, "a/b")]
         assert answer.documents[0]["loop_turns"]
     assert await worlds_of(store) == []
 
 
-async def test_hostile_keys_make_no_world_and_no_door() -> None:
+async def test_hostile_keys_make_no_world_and_no_endpoint() -> None:
     store = dist.HashStore()
-    door = ["h", 1, b"\0name", [["127.0.0.1", 5], ["a.name", 5], ["::1", 1 << 16], 7]]
+    endpoint = ["h", 1, b"\0name", [["127.0.0.1", 5], ["a.name", 5], ["::1", 1 << 16], 7]]
     await store.set("world/good/0/terms", msgpack.packb({"world_size": 2}))
-    await store.set("world/good/0/info/0", msgpack.packb({"door": door}))
-    await store.set("world/good/0/info/2", msgpack.packb({"door": door}))
-    for odd in ([1, 2, 3, 4], "door", ["h", 1, "text", []], ["h", 1, b"relative", []], ["h", 1, b"/a\0b", []], {}):
-        await store.set("world/good/0/info/1", msgpack.packb({"door": odd}))
+    await store.set("world/good/0/info/0", msgpack.packb({"endpoint": endpoint}))
+    await store.set("world/good/0/info/2", msgpack.packb({"endpoint": endpoint}))
+    for odd in ([1, 2, 3, 4], "endpoint", ["h", 1, "text", []], ["h", 1, b"relative", []], ["h", 1, b"/a\0b", []], {}):
+        await store.set("world/good/0/info/1", msgpack.packb({"endpoint": odd}))
         (world,) = await worlds_of(store)
-        assert world.doors[0] == Door("h", 1, b"\0name", (("127.0.0.1", 5),))
-        assert (world.doors[1].unix, world.doors[1].endpoints, len(world.doors)) == (b"", (), 2)
+        assert world.endpoints[0] == EndpointAddress("h", 1, b"\0name", (("127.0.0.1", 5),))
+        assert (world.endpoints[1].unix, world.endpoints[1].tcp, len(world.endpoints)) == (b"", (), 2)
     for number, odd in enumerate((1 << 40, -1, True, "1", None)):
         await store.set(f"world/{number}/0/terms", msgpack.packb({"world_size": odd}))
         await store.set(f"world/{number}/0/info/0", b"\xc1")
