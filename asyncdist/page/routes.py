@@ -1,8 +1,9 @@
 """The page's part of the daemon's HTTP port: who may see names, and a look at a job each second while somebody does.
 
 Numbers of the store are for everybody who reaches the port, as `/healthz` has them. Names need the store's token. A
-form takes it, over loopback only, as the port has no TLS. A session is a cookie that no script can read and no other
-site can use. A store without a token shows all to its own host, whose processes can read it anyway.
+form takes it, over loopback only, as the port has no TLS. A session is a secret that the page keeps for its own origin
+and sends in a header: a cookie would be sent to all ports of a host. A store without a token shows all to its own
+host, whose processes can read it anyway.
 """
 
 from __future__ import annotations
@@ -35,8 +36,6 @@ HEADERS: Final = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
-COOKIE: Final = "asyncdist_session_"
-"""And the port, as browsers share cookies between the ports of a host."""
 SESSION_S: Final = 8 * 3600.0
 SESSIONS: Final = 64
 """The oldest makes room."""
@@ -46,8 +45,6 @@ LOOK_EVERY_S: Final = 1.0
 LOOK_BACK_EVERY: Final = 10
 """Looks. All that a rank remembers is a MB, and while it is read the daemon's clients wait for milliseconds."""
 VIEWERS: Final = 32
-FOLLOW_S: Final = 3600.0
-"""A stream of looks ends then, and the browser asks anew, as a session may have ended."""
 READ_S: Final = 10.0
 """A browser that reads nothing for so long makes room for others."""
 
@@ -121,7 +118,7 @@ class Page:
         local = _over_loopback(request)
         if not self._tokens():
             return "open" if local else "elsewhere"
-        token, ends_s = self._sessions.get(request.cookies.get(_cookie(request), ""), ("", 0.0))
+        token, ends_s = self._sessions.get(_session(request), ("", 0.0))
         if ends_s > time.monotonic() and token in self._tokens():
             return "logged in"
         return "log in" if local else "elsewhere"
@@ -135,7 +132,6 @@ class Page:
         return request.query.get("job", "")
 
     async def _login(self, request: web.Request) -> web.Response:
-        _same_site(request)
         if not _over_loopback(request):
             raise web.HTTPForbidden(text="A token is taken over loopback only: it must not travel unencrypted.")
         given = await request.read()
@@ -147,16 +143,11 @@ class Page:
         self._sessions[session] = known[0], time.monotonic() + SESSION_S
         while len(self._sessions) > SESSIONS:
             self._sessions.popitem(last=False)
-        answer = web.Response(status=204, headers=HEADERS)
-        answer.set_cookie(_cookie(request), session, httponly=True, samesite="Strict", max_age=int(SESSION_S), path="/")
-        return answer
+        return web.Response(text=session, headers=HEADERS)
 
     async def _logout(self, request: web.Request) -> web.Response:
-        _same_site(request)
-        self._sessions.pop(request.cookies.get(_cookie(request), ""), None)
-        answer = web.Response(status=204, headers=HEADERS)
-        answer.del_cookie(_cookie(request), path="/")
-        return answer
+        self._sessions.pop(_session(request), None)
+        return web.Response(status=204, headers=HEADERS)
 
     async def _timeline(self, request: web.Request) -> web.Response:
         try:
@@ -165,8 +156,7 @@ class Page:
             raise _unknown(error) from error
         if trace is None:
             raise web.HTTPNotFound(text="that job is not there any more", headers=HEADERS)
-        disposition = {"Content-Disposition": 'attachment; filename="job.pftrace"'}
-        return web.Response(body=trace, headers=HEADERS | disposition, content_type="application/octet-stream")
+        return web.Response(body=trace, headers=HEADERS, content_type="application/octet-stream")
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         """Send looks until the browser goes away: all who look at one job see the same ones."""
@@ -183,8 +173,7 @@ class Page:
         assert stream is not None
         self._streams.add(stream)
         try:
-            until_s = time.monotonic() + FOLLOW_S
-            while time.monotonic() < until_s and self._access(request) in ("open", "logged in"):
+            while self._access(request) in ("open", "logged in"):
                 text = await looks.next()
                 if text is None:
                     break
@@ -235,8 +224,8 @@ class _Looks:
             self._next.cancel()
 
 
-def _cookie(request: web.Request) -> str:
-    return COOKIE + "".join(filter(str.isalnum, ascii(request.host.rpartition(":")[2])))
+def _session(request: web.Request) -> str:
+    return request.headers.get("Authorization", "").removeprefix("Bearer ")
 
 
 def _unknown(error: DistError) -> web.HTTPException:
@@ -246,10 +235,3 @@ def _unknown(error: DistError) -> web.HTTPException:
 def _over_loopback(request: web.Request) -> bool:
     peer: Any = request.transport.get_extra_info("peername") if request.transport is not None else None
     return bool(peer) and is_loopback(peer[0])
-
-
-def _same_site(request: web.Request) -> None:
-    """Refuse what a page of another site sends."""
-    origin = request.headers.get("Origin", "")
-    if origin.partition("://")[2] != request.host:
-        raise web.HTTPForbidden(text="sent by another page", headers=HEADERS)

@@ -86,6 +86,10 @@ class Served:
         await site.start()
         self.url = f"http://localhost:{self._runner.addresses[0][1]}/"
 
+    def break_streams(self) -> None:
+        """End what browsers follow."""
+        asyncio.run_coroutine_threadsafe(self.page.close(web.Application()), self._loop).result()
+
     def __enter__(self) -> Served:
         self._ready = threading.Event()
         self._thread.start()

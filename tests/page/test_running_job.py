@@ -46,7 +46,7 @@ def test_the_daemon_shows_who_hangs(browser: Any, tmp_path: Path) -> None:
                 ranks[2].send_signal(signal.SIGSTOP)
                 tab.locator("#ranks tbody tr").nth(2).get_by_text("stopped", exact=True).wait_for()
                 with tab.expect_download() as download:
-                    tab.get_by_role("link", name="Timeline").click()
+                    tab.get_by_role("button", name="Timeline").click()
                 assert Path(download.value.path()).stat().st_size > 1000
                 tab.close()
             finally:

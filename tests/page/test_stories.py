@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import http.server
 import re
+import threading
 import time
 from typing import Any
 
@@ -125,7 +127,7 @@ def test_the_timeline_is_downloaded(tab: Any, served: Served) -> None:
     served.jobs.jobs["train"] = hanging()
     log_in(tab, served)
     with tab.expect_download() as download:
-        tab.get_by_role("link", name="Timeline").click()
+        tab.get_by_role("button", name="Timeline").click()
     assert download.value.suggested_filename == "job.pftrace"
 
 
@@ -146,6 +148,44 @@ def test_logging_out_hides_names(tab: Any, served: Served) -> None:
     tab.get_by_role("button", name="Log out").click()
     tab.get_by_label("Token").wait_for()
     assert not tab.locator("main").is_visible()
+
+
+def test_another_port_of_the_host_gets_no_session(tab: Any, served: Served) -> None:
+    """Its server may belong to somebody else. The session is there again after a look at it, and after a reload."""
+    heard = []
+
+    class Other(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            heard.append(dict(self.headers))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"<script>document.title = JSON.stringify([document.cookie, sessionStorage])</script>")
+
+    served.jobs.jobs["train"] = hanging()
+    log_in(tab, served)
+    with http.server.HTTPServer(("127.0.0.1", 0), Other) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        tab.goto(f"http://localhost:{other.server_port}/")
+        assert tab.title() == '["",{}]'
+        other.shutdown()
+    assert heard
+    assert not any({"Cookie", "Authorization"} & set(headers) for headers in heard)
+    tab.problems.clear()
+    tab.go_back()
+    tab.locator("#ranks tbody tr").nth(3).wait_for()
+    tab.reload()
+    tab.locator("#ranks tbody tr").nth(3).wait_for()
+
+
+def test_a_stream_that_breaks_is_followed_again(tab: Any, served: Served) -> None:
+    served.jobs.jobs["train"] = hanging()
+    log_in(tab, served)
+    tab.locator("#ranks tbody tr").nth(3).wait_for()
+    served.break_streams()
+    served.jobs.jobs["train"] = hanging(5)
+    tab.locator("#ranks tbody tr").nth(4).wait_for()
+    tab.locator("#link").filter(has_text=re.compile("^$")).wait_for(state="attached")
+    tab.problems.clear()
 
 
 def test_nobody_asks_when_nobody_looks(tab: Any, served: Served) -> None:

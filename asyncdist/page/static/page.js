@@ -5,7 +5,8 @@ import { bytes, fillTable, seconds, setText } from "./tables.js";
 
 const at = (id) => document.getElementById(id);
 const throughput = new Throughput(at("chart"));
-let events = null;
+let stream = null;  // ends the one that comes
+let followed = null;  // the job
 let last = null;
 let shownTo = null;
 
@@ -60,32 +61,45 @@ function showRanks() {
   setText(at("shown"), `${rows.length} of ${last.ranks.length} ranks`);
 }
 
-function follow(job) {
-  events?.close();
-  events = null;
-  last = null;
-  throughput.clear();
-  at("look").hidden = !job;
+// Not in a cookie, which browsers would send to whoever serves another port of this host.
+const ask = (what, more) => fetch(`/page/${what}`, { headers: { Authorization: `Bearer ${sessionStorage.session ?? ""}` }, ...more });
+const lost = () => setText(at("link"), "No connection to the store; trying again.");
+
+async function follow(job) {
+  stream?.abort();
+  if (job !== followed) { last = null; throughput.clear(); }
+  followed = job;
+  at("look").hidden = at("timeline").hidden = !job;
   at("none").hidden = Boolean(job);
-  at("timeline").hidden = !job;
+  const mine = stream = job ? new AbortController() : null;
   if (!job) return;
-  at("timeline").href = `/page/timeline?job=${encodeURIComponent(job)}`;
-  events = new EventSource(`/page/events?job=${encodeURIComponent(job)}`);
-  events.onmessage = (message) => { setText(at("link"), ""); show(JSON.parse(message.data)); };
-  events.onerror = () => setText(at("link"), "No connection to the store; trying again.");
+  try {
+    const answer = await ask(`events?job=${encodeURIComponent(job)}`, { signal: mine.signal });
+    if (!answer.ok) throw new Error(answer.statusText);
+    const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+    for (let text = "", part; !(part = await reader.read()).done;) {
+      const events = (text + part.value).split("\n\n");
+      text = events.pop();
+      setText(at("link"), "");
+      for (const event of events) show(JSON.parse(event.slice("data: ".length)));
+    }
+  } catch { /* as where it ends */ }
+  if (mine !== stream) return;
+  stream = null;  // refresh follows again
+  lost();
 }
 
 async function refresh() {
   let state;
   try {
-    const answer = await fetch("/page/state");
+    const answer = await ask("state");
     if (!answer.ok) throw new Error(answer.statusText);
     state = await answer.json();
   } catch {
-    setText(at("link"), "No connection to the store; trying again.");
+    lost();
     return;
   }
-  if (!events) setText(at("link"), "");
+  if (!stream) setText(at("link"), "");
   at("numbers").replaceChildren(...Object.entries(state.numbers).map(([name, number]) => {
     const pair = document.createElement("div");
     const [label, value] = [document.createElement("dt"), document.createElement("dd")];
@@ -104,8 +118,8 @@ async function refresh() {
     for (const part of at("login").querySelectorAll("label, input, button")) part.hidden = true;
   }
   if (!open) {
-    events?.close();
-    events = null;
+    stream?.abort();
+    stream = null;
     return;
   }
   const select = at("job");
@@ -114,23 +128,31 @@ async function refresh() {
     const chosen = select.value;
     select.replaceChildren(...state.jobs.map((job) => new Option(job, job)));
     if (state.jobs.includes(chosen)) select.value = chosen;
-    if (select.value !== chosen || !events) follow(select.value);
-  } else if (!events) {
-    follow(select.value);
   }
+  if (select.value !== followed || !stream) follow(select.value);
 }
 
 at("login").addEventListener("submit", async (event) => {
   event.preventDefault();
-  const answer = await fetch("/page/login", { method: "POST", body: at("token").value });
+  const answer = await ask("login", { method: "POST", body: at("token").value });
+  const text = await answer.text();
   at("token").value = "";
-  setText(at("login-error"), answer.ok ? "" : await answer.text());
+  if (answer.ok) sessionStorage.session = text;
+  setText(at("login-error"), answer.ok ? "" : text);
   await refresh();
   if (answer.ok) at("main").focus({ preventScroll: true });
 });
 at("logout").addEventListener("click", async () => {
-  await fetch("/page/logout", { method: "POST" });
+  await ask("logout", { method: "POST" });
+  delete sessionStorage.session;
   await refresh();
+});
+at("timeline").addEventListener("click", async () => {
+  const answer = await ask(`timeline?job=${encodeURIComponent(followed)}`);
+  if (!answer.ok) { setText(at("link"), await answer.text()); return; }
+  const href = URL.createObjectURL(await answer.blob());
+  Object.assign(document.createElement("a"), { href, download: "job.pftrace" }).click();
+  setTimeout(() => URL.revokeObjectURL(href), 10_000);
 });
 at("job").addEventListener("change", () => follow(at("job").value));
 at("waiting").addEventListener("change", showRanks);
