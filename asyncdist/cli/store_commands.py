@@ -25,9 +25,6 @@ DEFAULT_TIMEOUT_S: Final = 10.0
 SHOWN_VALUE_BYTES: Final = 60
 """What a line of `watch` shows of a value."""
 
-_OF_KEYS: Final = frozenset({"get", "wait", "multi_get"})
-"""Operations that wait for what a client has to do. The others may wait long by nature."""
-
 T = TypeVar("T")
 
 
@@ -203,7 +200,7 @@ def waits_command(target: Target, all_namespaces: bool, as_json: bool) -> None:
         click.echo("nobody waits")
     for wait in waits:
         click.echo(_sentence(wait, all_namespaces))
-    if not any(wait.operation in _OF_KEYS for wait in waits):
+    if not any(wait.for_keys for wait in waits):
         click.echo("no key is waited for; ask `asyncdist why` which ranks wait for each other", err=True)
 
 

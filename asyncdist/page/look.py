@@ -1,4 +1,4 @@
-"""One look at a job: what the page shows of the documents of its ranks, as JSON has it.
+"""What the page shows of a store's clients, and of the documents of a job's ranks: one look, as JSON has it.
 
 Times are seconds since 1970, rates bytes a second.
 """
@@ -7,16 +7,33 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from typing import Any, Final
 
 from asyncdist.inspect.job import Document, Job, is_send
 from asyncdist.inspect.stragglers import stragglers
 from asyncdist.inspect.why import Why
+from asyncdist.store.request_store import StoreClient, WaitingClient
 
 WINDOW_S: Final = 10.0
 """What has ended within it counts for throughput."""
 SHOWN: Final = 20
 """Stragglers, links and errors: the worst, the busiest, the last."""
+CLIENTS: Final = 100
+
+
+def clients_now(clients: Iterable[StoreClient], waits: Iterable[WaitingClient]) -> list[dict[str, Any]]:
+    """Those that have lost their connection, and those that wait for a key, come first."""
+    longest = {
+        (wait.namespace, wait.client, wait.address): {"waits_for": ", ".join(wait.keys), "since_s": wait.waited}
+        for wait in sorted(waits, key=lambda wait: wait.waited)
+        if wait.for_keys
+    }
+    rows = [asdict(each) | longest.get((each.namespace, each.client, each.address), {}) for each in clients]
+    return sorted(
+        rows,
+        key=lambda row: (not row["away"], -row.get("since_s", 0), row["namespace"], row["rank"] or 0, row["client"]),
+    )[:CLIENTS]
 
 
 def look_now(job: Job) -> dict[str, Any]:

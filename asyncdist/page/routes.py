@@ -43,7 +43,7 @@ REFUSED_S: Final = 1.0
 """How long a wrong token waits for its answer."""
 LOOK_EVERY_S: Final = 1.0
 LOOK_BACK_EVERY: Final = 10
-"""Looks. All that a rank remembers is a MB, and while it is read the daemon's clients wait for milliseconds."""
+"""Looks. All that a rank remembers is a MB, and while its JSON is read the daemon's clients wait for milliseconds."""
 VIEWERS: Final = 32
 READ_S: Final = 10.0
 """A browser that reads nothing for so long makes room for others."""
@@ -52,8 +52,8 @@ READ_S: Final = 10.0
 class Jobs(Protocol):
     """Where jobs are found, and asked."""
 
-    async def names(self) -> Sequence[str]:
-        """Those that are there now. Raises DistError."""
+    async def store(self) -> tuple[Sequence[str], Sequence[Mapping[str, Any]]]:
+        """The names of those that are there now, and the clients of the store. Raises DistError."""
 
     async def ask(self, name: str, *, all_remembered: bool) -> Job | None:
         """What its ranks say now, of what is under way or of all that they remember, unless these are too many.
@@ -109,10 +109,11 @@ class Page:
         access = self._access(request)
         seen = access in ("open", "logged in")
         try:
-            names = list(await self._jobs.names()) if seen else []
+            jobs, clients = await self._jobs.store() if seen else ([], [])
         except DistError as error:
             raise _unknown(error) from error
-        return web.json_response({"access": access, "numbers": self._numbers(), "jobs": names}, headers=HEADERS)
+        state = {"access": access, "numbers": self._numbers(), "jobs": jobs, "clients": clients}
+        return web.json_response(state, headers=HEADERS)
 
     def _access(self, request: web.Request) -> str:
         local = _over_loopback(request)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Final, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from asyncdist.inspect.endpoint import ALL, WAITS
 from asyncdist.inspect.job import Job
 from asyncdist.inspect.perfetto import trace
+from asyncdist.page.look import clients_now
 from asyncdist.store import TCPStore
+from asyncdist.store.dialer import client_name
 from asyncdist.store.tcp_store import StoreObserver
 from asyncdist.world.inspection import FoundWorld, worlds_of
 from asyncdist.world.live import asked_by_store, jobs_of, title
@@ -35,9 +37,9 @@ class StoreJobs:
     def __init__(self, server: StoreServer) -> None:
         self._server = server
 
-    async def names(self) -> Sequence[str]:
-        """The worlds, as `world.live.title` has them."""
-        return sorted(await self._run(self._names))
+    async def store(self) -> tuple[list[str], list[dict[str, Any]]]:
+        """The worlds, as `world.live.title` has them, and the other clients."""
+        return await self._run(self._store)
 
     async def ask(self, name: str, *, all_remembered: bool) -> Job | None:
         """What the ranks of a world say now."""
@@ -54,20 +56,25 @@ class StoreJobs:
     async def _run(self, work: Callable[[], Awaitable[T]]) -> T:
         return await asyncio.to_thread(lambda: asyncio.run(_awaited(work())))
 
-    async def _names(self) -> list[str]:
-        return [title(job, world.name) for job, world in await self._worlds()]
-
-    async def _worlds(self) -> list[tuple[str, FoundWorld]]:
+    async def _store(self) -> tuple[list[str], list[dict[str, Any]]]:
         async with self._client(StoreObserver) as observer:
-            jobs = await jobs_of(observer)
+            clients = await observer.clients(all_namespaces=True)
+            waits = await observer.waits(all_namespaces=True)
+            worlds = await self._worlds(observer)
+        others = [each for each in clients if each.client != client_name()]
+        return sorted(title(job, world.name) for job, world in worlds), clients_now(others, waits)
+
+    async def _worlds(self, observer: TCPStore) -> list[tuple[str, FoundWorld]]:
         found = []
-        for job in jobs:
+        for job in await jobs_of(observer):
             async with self._client(TCPStore, job) as store:
                 found += [(job, world) for world in await worlds_of(store)]
         return found
 
     async def _ask(self, name: str, all_ranks: int | None) -> Job | None:
-        for job, world in await self._worlds():
+        async with self._client(StoreObserver) as observer:
+            worlds = await self._worlds(observer)
+        for job, world in worlds:
             if title(job, world.name) == name:
                 question = ALL if all_ranks is None or world.size <= all_ranks else WAITS
                 async with self._client(TCPStore, job) as store:

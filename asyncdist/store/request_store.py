@@ -153,6 +153,11 @@ class WaitingClient:
     rank: int | None
     address: str
 
+    @property
+    def for_keys(self) -> bool:
+        """Whether a client has to set those keys. What else waits may wait long by nature."""
+        return self.operation in ("get", "wait", "multi_get")
+
 
 @dataclass(frozen=True, slots=True)
 class NamespaceSize:

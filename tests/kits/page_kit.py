@@ -11,7 +11,9 @@ from aiohttp import web
 
 from asyncdist.inspect.dumps import FORMAT, VERSION
 from asyncdist.inspect.job import Job, checked
+from asyncdist.page.look import clients_now
 from asyncdist.page.routes import Page
+from asyncdist.store.request_store import StoreClient, WaitingClient
 
 TOKEN = "a token of 32 characters or more"
 
@@ -42,10 +44,12 @@ class RecordedJobs:
 
     def __init__(self) -> None:
         self.jobs: dict[str, Job] = {}
+        self.clients: list[StoreClient] = []
+        self.waits: list[WaitingClient] = []
         self.asked = 0
 
-    async def names(self) -> list[str]:
-        return list(self.jobs)
+    async def store(self) -> tuple[list[str], list[dict[str, Any]]]:
+        return list(self.jobs), clients_now(self.clients, self.waits)
 
     async def ask(self, name: str, *, all_remembered: bool) -> Job | None:
         self.asked += 1

@@ -12,6 +12,7 @@ import pytest
 from page_kit import TOKEN, Served, all_reduce, document
 
 from asyncdist.inspect.job import Job
+from asyncdist.store.request_store import StoreClient, WaitingClient
 
 pytestmark = [pytest.mark.thorough, pytest.mark.slow("a browser")]
 
@@ -28,11 +29,11 @@ def hanging(size: int = 4) -> Job:
     return Job([*waiting, document(last, size, [all_reduce(16, -8.5, ended=-1.0)])])
 
 
-def log_in(tab: Any, served: Served) -> None:
+def log_in(tab: Any, served: Served, heading: str = "Verdict") -> None:
     tab.goto(served.url)
     tab.get_by_label("Token").fill(TOKEN)
     tab.get_by_role("button", name="Log in").click()
-    tab.get_by_role("heading", name="Verdict").wait_for()
+    tab.get_by_role("heading", name=heading).wait_for()
 
 
 def test_without_a_token_only_numbers_are_seen(tab: Any, served: Served) -> None:
@@ -88,6 +89,24 @@ def test_only_those_that_wait_are_shown(tab: Any, served: Served) -> None:
     tab.locator("#ranks tbody tr").nth(3).wait_for()
     tab.get_by_label("only those that wait").check()
     tab.get_by_text("3 of 4 ranks").wait_for()
+
+
+def test_the_stores_clients_are_seen_before_there_is_a_job(tab: Any, served: Served) -> None:
+    served.jobs.clients = [
+        StoreClient("train", "h pid 1", 0, "10.0.0.1:1", 1, False),
+        StoreClient("train", "h pid 2", 1, "10.0.0.1:2", 1, False),
+        StoreClient("", "h pid 3", None, "10.0.0.1:3", 0, True),
+    ]
+    served.jobs.waits = [
+        WaitingClient("watch", ("a/",), 900.0, "train", "h pid 1", 0, "10.0.0.1:1"),
+        WaitingClient("get", ("<b>ready",), 3.0, "train", "h pid 2", 1, "10.0.0.1:2"),
+    ]
+    log_in(tab, served, "Clients of the store")
+    rows = tab.locator("#clients tbody tr")
+    rows.nth(2).wait_for()
+    assert re.search(r"h pid 3\s+10.0.0.1:3\s+lost", rows.nth(0).inner_text())
+    assert re.search(r"train\s+1\s+h pid 2\s+10.0.0.1:2\s+<b>ready\s+3.0 s", rows.nth(1).inner_text())
+    assert "a/" not in rows.nth(2).inner_text()
 
 
 def test_hostile_names_are_text(tab: Any, served: Served) -> None:

@@ -40,6 +40,16 @@ const ERRORS = [
   ["error", (row) => row.error],
 ];
 
+const CLIENTS = [
+  ["job", (row) => row.namespace],
+  ["rank", (row) => row.rank],
+  ["client", (row) => row.client],
+  ["address", (row) => row.address],
+  ["connection", (row) => row.away ? "lost" : "", () => "bad"],
+  ["waits for key", (row) => row.waits_for, () => "wait"],
+  ["since", (row) => seconds(row.since_s)],
+];
+
 function show(look) {
   last = look;
   setText(at("verdict"), look.sentence);
@@ -122,6 +132,7 @@ async function refresh() {
     stream = null;
     return;
   }
+  fillTable(at("clients"), CLIENTS, state.clients);
   const select = at("job");
   const known = [...select.options].map((option) => option.value);
   if (known.join("\n") !== state.jobs.join("\n")) {

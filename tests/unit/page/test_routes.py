@@ -212,7 +212,7 @@ async def test_a_job_that_ends_and_a_store_that_fails_end_the_stream(
     browser.jobs.ask = fail  # type: ignore[method-assign]
     async with browser.client.get("/page/events", params={"job": "train"}) as stream:
         assert await stream.read() == b""
-    monkeypatch.setattr(browser.jobs, "names", lambda: fail(""))
+    monkeypatch.setattr(browser.jobs, "store", lambda: fail(""))
     monkeypatch.setattr(browser.jobs, "timeline", fail)
     for path in ("/page/state", "/page/timeline?job=train"):
         async with browser.client.get(path) as answer:
