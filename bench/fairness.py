@@ -3,27 +3,33 @@
 A healthy client of a namespace of its own does 50 operations a second: a small get, a get of 100 KiB, one of 1 MiB, and
 a new connection, in turn. Meanwhile other processes, in another namespace, do what the row says. One table at the end,
 with p50, p99 and the worst of each in milliseconds; an operation without an answer after five seconds counts as five.
+The last column is the daemon's processor time: its clients wait for its loop, and for its other threads, as one runs at
+a time.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import selectors
 import socket
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
+import aiohttp
 import click
 from rich.console import Console
 from rich.table import Table
 
+import asyncdist as dist
 from asyncdist_server.wire import messages as m
 from asyncdist_server.wire.auth import AuthenticationError, ClientHandshake, store_context
 from bench.command_line import Bar, ListOf
 from bench.process import Child, die_with_parent, raise_file_limit, status_bytes
-from bench.runner import ROOT
+from bench.runner import ROOT, unused_port
 from bench.servers import LOCALHOST, asyncdist_server
 
 PERIOD_S: Final = 0.02
@@ -38,6 +44,10 @@ HALF_OPEN: Final = 6000
 WAITERS: Final = 200_000
 WAITERS_OF_ONE: Final = 50_000
 WAITERS_A_FRAME: Final = 10_000
+VIEWERS: Final = 8
+RANKS: Final = 16
+REMEMBERED: Final = 2000
+HTTP_PORT: Final = "BENCH_HTTP_PORT"
 
 
 class Client:
@@ -162,8 +172,50 @@ def wake_many(port: int, ready: Callable[[], None]) -> None:
                 client.socket.settimeout(ATTACKER_DEADLINE_S)
 
 
+def look(port: int, ready: Callable[[], None]) -> None:
+    """Look at the page of a job whose ranks remember much."""
+    os.environ |= {"ASYNCDIST_STORE": f"{LOCALHOST}:{port}", "ASYNCDIST_JOB_ID": "others"}
+    with dist.spawn(_remember, nprocs=RANKS, join=False, start_method="fork"):
+        asyncio.run(_view(f"http://localhost:{os.environ[HTTP_PORT]}/page", ready))
+
+
+async def _remember(_local_rank: int) -> None:
+    async with dist.init_process_group() as group:
+        for _ in range(REMEMBERED):
+            await group.barrier()
+        await asyncio.sleep(1e9)
+
+
+async def _view(url: str, ready: Callable[[], None]) -> None:
+    """What browsers ask, less what they draw."""
+    seen = asyncio.Semaphore(0)
+
+    async def stream(session: aiohttp.ClientSession, name: str) -> None:
+        async with session.get(f"{url}/events", params={"job": name}, timeout=aiohttp.ClientTimeout()) as looks:
+            async for line in looks.content.iter_any():
+                if line:
+                    seen.release()
+
+    async def numbers(session: aiohttp.ClientSession) -> list[str]:
+        async with session.get(f"{url}/state") as state:
+            names: list[str] = (await state.json())["jobs"]
+            return names
+
+    async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as viewers:
+        while not (names := await numbers(session)):  # noqa: ASYNC110 - the ranks are processes
+            await asyncio.sleep(1.0)
+        for _ in range(VIEWERS):
+            viewers.create_task(stream(session, names[0]))
+        for _ in range(VIEWERS):
+            await seen.acquire()
+        ready()
+        while True:
+            await asyncio.sleep(2.0 / VIEWERS)
+            await numbers(session)
+
+
 ATTACKS: Final[dict[str, Attack]] = {
-    attack.__name__: attack for attack in (read_nothing, set_large, get_large, stay_half_open, wake_many)
+    attack.__name__: attack for attack in (read_nothing, set_large, get_large, stay_half_open, wake_many, look)
 }
 ROWS: Final[dict[str, tuple[str, Attack | None, int]]] = {
     "nothing": ("nothing", None, 0),
@@ -175,6 +227,7 @@ ROWS: Final[dict[str, tuple[str, Attack | None, int]]] = {
     "get8": ("eight get 64 MiB", get_large, 8),
     "halfopen": (f"{HALF_OPEN} half-open connections of one address", stay_half_open, 1),
     "wake": (f"one set wakes {WAITERS} waiters, again and again", wake_many, 1),
+    "look": (f"{VIEWERS} look at the page of {RANKS} ranks that remember {REMEMBERED} operations", look, 1),
 }
 """By name: what a row says, what the others do, in how many processes."""
 COLUMNS: Final = ("get 8 B", "get 100 KiB", "get 1 MiB", "connect")
@@ -238,14 +291,15 @@ class Healthy:
 def measure(name: str, seconds: float) -> list[str]:
     """Return the cells of one row."""
     title, attack, processes = ROWS[name]
-    server = asyncdist_server(None)
+    http_port = str(unused_port())
+    server = asyncdist_server(None, "--http-port", http_port)
     others: list[Child] = []
     try:
         port = int(server.address.rpartition(":")[2])
         healthy = Healthy(port)
         if attack is not None:
             command = [sys.executable, "-m", "bench.fairness", "--attack", attack.__name__, "--port", str(port)]
-            environment = {"PYTHONPATH": str(ROOT)}
+            environment = {"PYTHONPATH": str(ROOT), HTTP_PORT: http_port}
             others += [Child(command, environment=environment, ready_line=True) for _ in range(processes)]
             for other in others:
                 if other.read_line() != "ready":
@@ -255,11 +309,21 @@ def measure(name: str, seconds: float) -> list[str]:
             healthy.taken_ms = {column: [] for column in COLUMNS}
             for other in others:
                 other.process.kill()
+        before = _computed_s(server.child.pid)
         healthy.run(seconds)
-        return [title, *healthy.cells(), f"{status_bytes('VmHWM', server.child.pid) >> 20}"]
+        loop_s, other_s = (after - begun for after, begun in zip(_computed_s(server.child.pid), before, strict=True))
+        peak = f"{status_bytes('VmHWM', server.child.pid) >> 20}"
+        return [title, *healthy.cells(), peak, f"{loop_s / seconds:.1%} + {other_s / seconds:.1%}"]
     finally:
         for child in (*others, server.child):
             child.stop()
+
+
+def _computed_s(pid: int) -> tuple[float, float]:
+    """Processor time of a process: of its main thread, and of its others."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    found = {int(thread.name): int((thread / "schedstat").read_text().split()[0]) / 1e9 for thread in threads}
+    return found[pid], sum(found.values()) - found[pid]
 
 
 def _ready() -> None:
@@ -278,7 +342,7 @@ def main(seconds: float, only: tuple[str, ...], attack: str | None, port: int) -
         ATTACKS[attack](port, _ready)
         return
     console = Console(width=max(Console().width, WIDTH))
-    table = Table("meanwhile", *COLUMNS, "daemon's peak, MiB", title="p50 / p99 / max in milliseconds")
+    table = Table("meanwhile", *COLUMNS, "daemon's peak, MiB", "CPU", title="p50 / p99 / max in milliseconds")
     with Bar(console, len(only)) as bar:
         for name in only:
             bar.line(ROWS[name][0])

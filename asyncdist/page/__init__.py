@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import sys
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from aiohttp import web
 
     from asyncdist_server.serving.daemon import StoreServer
+
+
+SWITCH_S: Final = 1e-4
+"""After so long the threads that read what ranks say let the daemon's loop go on: of Python's 5 ms each, clients of the
+store notice several."""
 
 
 def add_page(server: StoreServer, application: web.Application) -> None:
@@ -22,6 +28,7 @@ def add_page(server: StoreServer, application: web.Application) -> None:
         known = server.engine.statistics()
         return {name: known[name] for name in ("clients", "keys", "waiters")}
 
+    sys.setswitchinterval(min(SWITCH_S, sys.getswitchinterval()))
     page = Page(StoreJobs(server), tokens, numbers)
     application.add_routes(page.routes())
     application.on_shutdown.append(page.close)
