@@ -231,7 +231,7 @@ def _own_listener(name: bytes) -> int:
     return 0
 
 
-def stub(rank: int, endpoint: EndpointAddress, answer: Answer) -> dict[str, Any]:
+def silent_rank(rank: int, endpoint: EndpointAddress, answer: Answer) -> dict[str, Any]:
     """What stands for the document of a rank that does not answer."""
     found = {"rank": rank, "host": endpoint.host, "pid": endpoint.pid, "state": answer.state, "why": answer.why}
     return found | {"time": time.time(), "groups": [], "entries": [], "threads": {}, "tasks": {}}

@@ -37,7 +37,7 @@ STATES: Final = {
     "refused": "it refuses to answer",
     "undumped": "it has left no dump",
 }
-"""Of a rank that says nothing. Such a document is a stub: `rank`, `state`, perhaps `why`, and no entries."""
+"""Of a rank that says nothing. Such a document has `rank`, `state`, perhaps `why`, and no entries."""
 
 _PARTS: Final[Mapping[str, type]] = {
     **dict.fromkeys(("entries", "groups", "stopped"), list),
@@ -58,7 +58,7 @@ _OPTIONAL: Final[Mapping[str, type | tuple[type, ...]]] = {
 
 
 class Job:
-    """The documents of all ranks, by global rank; ranks that nothing is known of have a stub.
+    """The documents of all ranks, by global rank; that of a rank which says nothing has its `state`.
 
     `unread` says which files of a folder were no dumps, and why.
     """

@@ -1,9 +1,9 @@
 """The wait-for graph of a job: which operation of which rank waits for what other ranks have not done.
 
 An operation needs ranks: a collective those that have not called it, a message its other end, a wait for the store
-any rank. A rank is a bundle of strands, its tasks or its threads, each of which waits for operations or for other
-strands, or may go on by itself. From those that may, everything is released that can still happen: an operation once
-the ranks that it needs have a strand that goes on. What is not released then is stuck for good.
+any rank. Each task or thread of a rank waits for operations or for other tasks, or may go on by itself. From those that
+may, everything is released that can still happen: an operation once a task goes on of each rank that it needs. What is
+not released then is stuck for good.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Operation:
     any: bool = False
     setter: str = ""
     """Of a wait for the store: the line at which the rank in `needs` would set the key."""
-    strands: list[Strand] = field(default_factory=list)
-    """Those that wait for it."""
+    waiters: list[Task] = field(default_factory=list)
+    """The tasks and threads that wait for it."""
 
     @property
     def kind(self) -> str:
@@ -56,14 +56,17 @@ class Operation:
 
 
 @dataclass(eq=False, slots=True)
-class Strand:
-    """A task or a thread of `rank`. It waits for all of its operations and tasks, or for `any`; `free`: for neither."""
+class Task:
+    """A task of asyncio, or a thread, of `rank`.
+
+    It waits for all its `operations` and the tasks that `awaits` names, or for `any` of them; `free`: for none.
+    """
 
     rank: int
     name: str
     place: Mapping[str, Any]
     operations: list[Operation] = field(default_factory=list)
-    tasks: list[str] = field(default_factory=list)
+    awaits: list[str] = field(default_factory=list)
     any: bool = False
     free: bool = False
     released: bool = False
@@ -82,7 +85,7 @@ class Waits:
         self._open: set[tuple[int, int, str, bool, int]] = set()
         """Way and tag of messages under way."""
         self.operations: dict[int, list[Operation]] = defaultdict(list)
-        self.strands: dict[int, list[Strand]] = {}
+        self.tasks: dict[int, list[Task]] = {}
         for rank, document in job.documents.items():
             if rank not in job.missing:
                 self._read(rank, document)
@@ -102,7 +105,7 @@ class Waits:
 
     def busy_places(self, rank: int) -> list[Mapping[str, Any]]:
         """Where threads of a rank are that run or sleep, and do not wait for an operation."""
-        waiting = {strand.name for operation in self.operations.get(rank, ()) for strand in operation.strands}
+        waiting = {task.name for operation in self.operations.get(rank, ()) for task in operation.waiters}
         places = self.job.documents[rank].get("places", {})
         return [place for name, place in places.items() if not place.get("idle") and name not in waiting]
 
@@ -130,7 +133,7 @@ class Waits:
         return []
 
     def _stuck_on(self, ranks: Iterable[int]) -> Iterator[Operation]:
-        return (each for rank in ranks for each in self.operations.get(rank, ()) if each in self.stuck and each.strands)
+        return (each for rank in ranks for each in self.operations.get(rank, ()) if each in self.stuck and each.waiters)
 
     # What the documents say.
 
@@ -151,28 +154,28 @@ class Waits:
             internal = entry["kind"] == "store" and ours.issuperset(entry.get("waiters", ("",)))
             if "ended" not in entry and entry["kind"] != "event" and not internal:
                 self.operations[rank].append(Operation(rank, entry, document["time"] - entry["issued"]))
-        self.strands[rank] = list(self._strands_of(rank, document))
+        self.tasks[rank] = list(self._tasks_of(rank, document))
 
-    def _strands_of(self, rank: int, document: Document) -> Iterator[Strand]:
+    def _tasks_of(self, rank: int, document: Document) -> Iterator[Task]:
         waited: dict[str, list[Operation]] = defaultdict(list)
         for operation in self.operations.get(rank, ()):
             for name in operation.entry.get("waiters", ("",)):
                 waited[name].append(operation)
         places = {name: place for name, place in document["awaits"].items() if name in waited or not place.get("ours")}
         for name, place in places.items():
-            tasks = [one for one in place.get("tasks", ()) if one in places]
-            free = place.get("waits") != "local" and not tasks and not waited[name]
-            yield self._strand(Strand(rank, name, place, waited[name], tasks, bool(place.get("any")), free))
+            awaits = [one for one in place.get("tasks", ()) if one in places]
+            free = place.get("waits") != "local" and not awaits and not waited[name]
+            yield self._known(Task(rank, name, place, waited[name], awaits, bool(place.get("any")), free))
         for name, place in document["places"].items():
             if name in waited or not (places or place.get("idle")):
-                yield self._strand(Strand(rank, name, place, waited[name], free=name not in waited))
+                yield self._known(Task(rank, name, place, waited[name], free=name not in waited))
         if not places and not document["places"] and waited:  # nothing is known of tasks
-            yield self._strand(Strand(rank, "", {}, [one for each in waited.values() for one in each]))
+            yield self._known(Task(rank, "", {}, [one for each in waited.values() for one in each]))
 
-    def _strand(self, strand: Strand) -> Strand:
-        for operation in strand.operations:
-            operation.strands.append(strand)
-        return strand
+    def _known(self, task: Task) -> Task:
+        for operation in task.operations:
+            operation.waiters.append(task)
+        return task
 
     # What an operation needs.
 
@@ -215,10 +218,10 @@ class Waits:
 
     def _setters(self, keys: list[str], waiting: Operation) -> Iterator[tuple[int, str]]:
         """Ranks whose code would set one of the keys further down in a function that waits now, and the lines."""
-        for rank, strands in self.strands.items():
-            for strand in strands:
-                file, _, line = strand.place.get("site", "").rpartition(":")
-                if line.isdigit() and strand not in waiting.strands:
+        for rank, tasks in self.tasks.items():
+            for task in tasks:
+                file, _, line = task.place.get("site", "").rpartition(":")
+                if line.isdigit() and task not in waiting.waiters:
                     for key in keys:
                         if at := _sets_later(file, int(line), key):
                             yield rank, f"{file}:{at}"
@@ -230,14 +233,14 @@ class Waits:
         live: set[int] = set()
         left: dict[Operation, int] = {}
         needed_by: dict[int, list[Operation]] = defaultdict(list)
-        ready: deque[Operation | Strand] = deque()
+        ready: deque[Operation | Task] = deque()
         for operation in self.all():
             left[operation] = 1 if operation.any else len(operation.needs)
             for rank in operation.needs:
                 needed_by[rank].append(operation)
             if not operation.needs:
                 ready.append(operation)
-        ready += (strand for strands in self.strands.values() for strand in strands if strand.free)
+        ready += (task for tasks in self.tasks.values() for task in tasks if task.free)
 
         def goes_on(rank: int) -> None:
             if rank not in live:
@@ -248,29 +251,29 @@ class Waits:
                         ready.append(operation)
 
         for rank in self.job.documents:
-            if rank in self.job.missing or not self.strands[rank]:
+            if rank in self.job.missing or not self.tasks[rank]:
                 goes_on(rank)
         while ready:
             one = ready.popleft()
             if isinstance(one, Operation):
                 released.add(one)
-                ready += filter(functools.partial(_goes_on, released, self.strands[one.rank]), one.strands)
+                ready += filter(functools.partial(_goes_on, released, self.tasks[one.rank]), one.waiters)
             elif not one.released:
                 one.released = True
                 goes_on(one.rank)
-                others = (other for other in self.strands[one.rank] if not other.released)
-                ready += filter(functools.partial(_goes_on, released, self.strands[one.rank]), others)
+                others = (other for other in self.tasks[one.rank] if not other.released)
+                ready += filter(functools.partial(_goes_on, released, self.tasks[one.rank]), others)
         return released
 
 
-def _goes_on(released: set[Operation], strands: list[Strand], strand: Strand) -> bool:
-    """Whether a strand can go on, now that one of those it waits for can."""
-    if strand.place.get("waits") == "local":
-        return any(other.released for other in strands)
-    tasks = {other.name: other.released for other in strands} if strand.tasks else {}
-    ended = [operation in released for operation in strand.operations]
-    ended += [tasks.get(name, True) for name in strand.tasks]
-    return any(ended) if strand.any else all(ended)
+def _goes_on(released: set[Operation], tasks: list[Task], task: Task) -> bool:
+    """Whether a task of a rank can go on, now that an operation, or one of the rank's `tasks`, can."""
+    if task.place.get("waits") == "local":
+        return any(other.released for other in tasks)
+    go_on = {other.name: other.released for other in tasks} if task.awaits else {}
+    ended = [operation in released for operation in task.operations]
+    ended += [go_on.get(name, True) for name in task.awaits]
+    return any(ended) if task.any else all(ended)
 
 
 @functools.lru_cache(1024)

@@ -195,7 +195,7 @@ class Why:
 
     def _late(self) -> Verdict | None:
         """Whom the oldest operation waits for in the end."""
-        awaited = [one for one in self._old if one.strands] or self._old
+        awaited = [one for one in self._old if one.waiters] or self._old
         start = next((one for one in awaited if one.needs), next(iter(awaited), None))
         return None if start is None else self._follow(start)
 
@@ -210,7 +210,7 @@ class Why:
                 for rank in sorted(operation.needs)
                 if rank not in self.job.missing and not self.waits.is_busy(rank) and rank not in self.waits.stopped
                 for after in self.waits.operations.get(rank, ())
-                if after in self._old and after.strands
+                if after in self._old and after.waiters
             ]
             roots = [rank for rank in sorted(operation.needs) if all(after.rank != rank for after in following)]
             if roots or not following:
@@ -229,9 +229,9 @@ class Why:
 
     def _free(self, ranks: Iterable[int]) -> str:
         for rank in ranks:
-            for strand in self.waits.strands[rank]:
-                if strand.free and "site" in strand.place:
-                    return f"; unless a task of rank {rank} ends that, which {self._place(strand.place)}"
+            for task in self.waits.tasks[rank]:
+                if task.free and "site" in task.place:
+                    return f"; unless a task of rank {rank} ends that, which {self._place(task.place)}"
         return ""
 
     def _key(self, path: Sequence[Operation]) -> Verdict:
@@ -287,10 +287,10 @@ class Why:
             return said.replace("it computes", "it sleeps or is blocked", 1) if blocked else said
         old = self.waits.operations.get(rank, ())
         if self.job.documents[rank].get("awaits"):  # else nobody asked who awaits what
-            old = [each for each in old if each.strands]
+            old = [each for each in old if each.waiters]
         if old:
             return "it " + self._wait_in((rank,), old[0]).partition(" ")[2].partition(" ")[2]
-        places = [strand.place for strand in self.waits.strands[rank] if "site" in strand.place]
+        places = [task.place for task in self.waits.tasks[rank] if "site" in task.place]
         return "it " + self._place(places[0]) if places else "its program waits for nothing that is known"
 
     def _place(self, place: Mapping[str, Any]) -> str:

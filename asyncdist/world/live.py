@@ -1,9 +1,10 @@
-"""Running jobs, asked from outside: one document of each rank, as a dump has it, or a stub that says why there is none.
+"""Running jobs, asked from outside: one document of each rank, as a dump has it, or why there is none.
 
 What a live document has besides `inspect.dumps.document`: `loop_turns`, whether its event loop turned when it was
 asked; `loop_late`, the seconds that this took, or takes since it was asked first; `loop_cpu`, of a loop that does not
-turn, the seconds that its thread computed meanwhile; `job`; and `world` (id, name and size). A stub has `state`
-(`joining`, `absent`, `leaving`, `left`, `gone`, `stopped`, `silent`, `refused`) and `why`, and no entries.
+turn, the seconds that its thread computed meanwhile; `job`; and `world` (id, name and size). That of a rank which
+says nothing has `state` (`joining`, `absent`, `leaving`, `left`, `gone`, `stopped`, `silent`, `refused`) and `why`, and
+no entries.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from asyncdist.inspect.ask import MAX_ANSWERS_BYTES, Answer, EndpointAddress, ask_all, endpoints_here, stub
+from asyncdist.inspect.ask import MAX_ANSWERS_BYTES, Answer, EndpointAddress, ask_all, endpoints_here, silent_rank
 from asyncdist.inspect.endpoint import ALL, WAITS, name_of
 from asyncdist.inspect.job import Job
 from asyncdist.inspect.why import Why
@@ -65,22 +66,22 @@ def _world(job: str, known: FoundWorld, answers: Mapping[EndpointAddress, Answer
     for rank in range(known.size):
         endpoint = known.endpoints.get(rank)
         if endpoint is None:
-            found.documents[rank] = stub(rank, NOBODY, Answer((), "absent", "it has not joined"))
+            found.documents[rank] = silent_rank(rank, NOBODY, Answer((), "absent", "it has not joined"))
             continue
         answer, ended = answers[endpoint], known.ended.get(rank, "")
         own = [one for one in answer.documents if one.get("rank") == rank and one["world"]["name"] == known.name]
         if own:
             found.documents[rank] = own[0]
-        elif ended == "left":
-            found.documents[rank] = stub(rank, endpoint, Answer((), "left", "it has closed its group"))
+            continue
+        if ended == "left":
+            answer = Answer((), "left", "it has closed its group")
         elif ended and answer.state in ("gone", "silent"):
-            found.documents[rank] = stub(rank, endpoint, Answer((), "gone", "its connection to the store has ended"))
-        elif answer.state:
-            found.documents[rank] = stub(rank, endpoint, answer)
-        elif known.formed:
-            found.documents[rank] = stub(rank, endpoint, Answer((), "leaving", "it closes its group"))
-        else:
-            found.documents[rank] = stub(rank, endpoint, Answer((), "joining", "it waits for other ranks to join"))
+            answer = Answer((), "gone", "its connection to the store has ended")
+        elif not answer.state and known.formed:
+            answer = Answer((), "leaving", "it closes its group")
+        elif not answer.state:
+            answer = Answer((), "joining", "it waits for other ranks to join")
+        found.documents[rank] = silent_rank(rank, endpoint, answer)
     return found
 
 
@@ -98,7 +99,7 @@ async def asked_on_this_host(question: bytes = ALL) -> list[LiveWorld]:
             for world in worlds.values():
                 rank = _rank_of(endpoint, world)
                 if rank is not None and rank not in world.documents:
-                    world.documents[rank] = stub(rank, endpoint, answer)
+                    world.documents[rank] = silent_rank(rank, endpoint, answer)
     return list(worlds.values())
 
 
