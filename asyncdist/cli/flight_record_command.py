@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from pathlib import Path
 
 import click
 
-from asyncdist.inspect import dumps
 from asyncdist.inspect.flight_record import flight_records
+from asyncdist.inspect.job import Job
 
 
 @click.command("flight-record", short_help="Write dumps for the analyzer of torch.")
@@ -20,15 +19,13 @@ def flight_record_command(folder: Path, out: Path) -> None:
 
     It is run so: python -m torch.distributed.flight_recorder.fr_trace OUT
     """
-    documents = []
-    for path in sorted(folder.glob("rank_*.json")):
-        if path.stem.removeprefix("rank_").isdigit():  # the first dump of each rank
-            found = json.loads(path.read_bytes())
-            if found.get("format") != dumps.FORMAT or found.get("version") != dumps.VERSION:
-                raise click.ClickException(f"{path} is no dump of version {dumps.VERSION}")
-            documents.append(found)
-    if not documents:
-        raise click.ClickException(f"{folder} has no rank_0.json and so on")
+    try:
+        job = Job.read(folder)
+    except (ValueError, OSError) as error:
+        raise click.ClickException(str(error)) from None
+    documents = [document for rank, document in job.documents.items() if rank not in job.missing]
+    for line in job.unread:
+        click.echo(f"not read: {line}", err=True)
     out.mkdir(parents=True, exist_ok=True)
     for rank, record in flight_records(documents).items():
         (out / f"rank_{rank}").write_bytes(pickle.dumps(record))

@@ -25,6 +25,17 @@ def test_each_rank_begins_where_all_have_something(tmp_path: Path) -> None:
 
 def test_what_is_no_dump_is_refused(tmp_path: Path) -> None:
     runner = CliRunner()
-    assert "has no rank_0.json" in runner.invoke(command, ["flight-record", str(tmp_path), str(tmp_path)]).output
+    assert (
+        "no dump that can be read (rank_0.json"
+        in runner.invoke(command, ["flight-record", str(tmp_path), str(tmp_path)]).output
+    )
     (tmp_path / "rank_0.json").write_text('{"format": "another"}')
-    assert "is no dump of version 1" in runner.invoke(command, ["flight-record", str(tmp_path), str(tmp_path)]).output
+    said = runner.invoke(command, ["flight-record", str(tmp_path), str(tmp_path)]).output
+    assert "rank_0.json: no dump of asyncdist" in said
+
+
+def test_a_rank_that_was_ended_while_it_wrote_its_first_dump_is_read(tmp_path: Path) -> None:
+    dumped(tmp_path, differ=False)
+    (tmp_path / "rank_1.json").rename(tmp_path / "rank_1.1.json")
+    assert CliRunner().invoke(command, ["flight-record", str(tmp_path), str(tmp_path / "out")]).exit_code == 0
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["rank_0", "rank_1", "rank_2"]
