@@ -333,9 +333,9 @@ class GroupCore:
         elif (error := self._lineage.never_made_by(sender)) is not None:
             self.made_differently(error)
 
-    def _expired(self, work: CollectiveWork, missing: dict[int, str]) -> None:
+    def _expired(self, work: CollectiveWork, missing: dict[int, str], why: str) -> None:
         missing = missing or dict.fromkeys(work.waiting_for(), NOT_HEARD_FROM)
-        error = timeout_error(work, self.world.rank, missing)
+        error = timeout_error(work, self.world.rank, missing, why)
         self._abort(error, "timeout", str(error), missing=error.missing)
 
     def peer_lost(self, rank: int, error: PeerLostError) -> None:

@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Final, NamedTuple, TypeVar
 
 from asyncdist.collectives.backend import CollectiveWork, WorkKey
 from asyncdist.concurrency.tasks import start_task
@@ -24,6 +24,8 @@ from asyncdist.inspect.dumps import site_of, slow_s_from_environ
 from asyncdist.transport.config import LATE_S
 from asyncdist.world.control import Probe, Status
 from asyncdist.world.world import ABSENCES, ISSUED, NOT_CALLED, World
+
+T = TypeVar("T")
 
 MONITORED_BARRIER: Final = "monitored_barrier"
 """The operation whose expiry on the group's first rank asks all members, however many: that is what it is for."""
@@ -58,11 +60,16 @@ NOT_HEARD_FROM: Final = "nothing came from there"
 """Why a member is missing that has not said why; what members say is in `world.ABSENCES`."""
 
 
-def timeout_error(work: CollectiveWork, rank: int, missing: Mapping[int, str]) -> CollectiveTimeoutError:
-    """Return what all members raise when `work` expires on global rank `rank`; `missing` says why by global rank."""
+def timeout_error(work: CollectiveWork, rank: int, missing: Mapping[int, str], why: str) -> CollectiveTimeoutError:
+    """Return what all members raise when `work` expires on global rank `rank`; `missing` says why by global rank.
+
+    `why` is a sentence on all of them, or empty.
+    """
     text = f"{work.operation} #{work.sequence} timed out on rank {rank}"
     if missing:
         text += f"; missing: {_spelled(missing)}"
+    if why:
+        text += f". {why}"
     return CollectiveTimeoutError(text, missing)
 
 
@@ -81,7 +88,10 @@ class _Probe(NamedTuple):
 
 
 class Deadlines:
-    """Watches `works`; calls `expired(work, missing)` with the global ranks that were missing, if known, and why."""
+    """Watches `works`; calls `expired(work, missing, why)` when a deadline has passed.
+
+    `missing` says which global ranks were missing, if known, and what each says; `why` is a sentence, or empty.
+    """
 
     def __init__(
         self,
@@ -89,7 +99,7 @@ class Deadlines:
         group_id: int,
         ranks: tuple[int, ...],
         works: Mapping[WorkKey, CollectiveWork],
-        expired: Callable[[CollectiveWork, dict[int, str]], None],
+        expired: Callable[[CollectiveWork, dict[int, str], str], None],
     ) -> None:
         self._world = world
         self._loop = world.loop
@@ -105,7 +115,9 @@ class Deadlines:
         """What members have said of operations that take long."""
         self._told: set[WorkKey] = set()
         """Operations that a line of the log has spoken of."""
-        self._asking: set[asyncio.Task[None]] = set()
+        self._asking: set[asyncio.Task[Any]] = set()
+        self._why: asyncio.Task[str] | None = None
+        """Asks why the operation does not end whose deadline has passed first: it is the one that the others follow."""
         self.askers: dict[int, int] = {}
         """Members that have waited long for a collective, and its tag: they are told when this group is closed here."""
 
@@ -142,8 +154,7 @@ class Deadlines:
         probe.silent.discard(sender)
         if state != ISSUED:
             probe.absent[sender] = state if state in ABSENCES else NOT_CALLED
-        if not probe.silent:
-            self._conclude((tag, sequence))
+        self._conclude_answered((tag, sequence))
         return True
 
     def stop(self) -> None:
@@ -203,9 +214,13 @@ class Deadlines:
         waited_for = work.waiting_for()[:SLOW_NAMED]
         silent = {rank: STOPPED if self._world.is_stopped(rank) else NOT_HEARD_FROM for rank in waited_for}
         telling = self._ask_and_tell(work, age_s, silent)
-        asking = start_task(self._loop, telling, name="asks whom an operation waits for")
-        self._asking.add(asking)
-        asking.add_done_callback(self._asking.discard)
+        self._ask(telling, "asks whom an operation waits for")
+
+    def _ask(self, asking: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+        task = start_task(self._loop, asking, name=name)
+        self._asking.add(task)
+        task.add_done_callback(self._asking.discard)
+        return task
 
     async def _ask_and_tell(self, work: CollectiveWork, age_s: float, silent: Mapping[int, str]) -> None:
         does: dict[int, str] = {}
@@ -224,6 +239,21 @@ class Deadlines:
         asked = self._world.tell(self._ranks, message, dial=monitors or len(self._ranks) <= MAX_PROBE_DIALS)
         if key in self._works:
             self._probes[key] = _Probe(set(asked), {}, self._await_answers(key))
+            if self._why is None and self._world.asks:
+                about = {"group_id": f"{self._group_id:016x}", "tag": key[0], "sequence": key[1]}
+                why = self._world.why(self._works[key].waiting_for(), about)
+                self._why = self._ask(why, "asks why an operation does not end")
+                self._why.add_done_callback(self._know_why)
+
+    def _know_why(self, _why: object) -> None:
+        for key in list(self._probes):
+            self._conclude_answered(key)
+
+    def _conclude_answered(self, key: WorkKey) -> None:
+        """All that was asked has been answered, perhaps; the time that is left for that bounds both."""
+        probe = self._probes.get(key)
+        if probe is not None and not probe.silent and (self._why is None or self._why.done()):
+            self._conclude(key)
 
     def _await_answers(self, key: WorkKey) -> asyncio.TimerHandle:
         return self._loop.call_later(PROBE_S, self._no_more_answers, key, self._loop.time() + PROBE_S)
@@ -237,8 +267,10 @@ class Deadlines:
     def _conclude(self, key: WorkKey) -> None:
         probe = self._probes.pop(key)
         probe.timer.cancel()
-        work: Any = self._works.get(key)
+        work = self._works.get(key)
+        asked, self._why = self._why, None
         if work is not None:
+            why = asked.result() if asked is not None and asked.done() and not asked.cancelled() else ""
             stopped = {rank: STOPPED for rank in probe.silent if self._world.is_stopped(rank)}
             whys = dict.fromkeys(probe.silent, SILENT) | stopped | probe.absent
-            self._expired(work, {rank: whys[rank] for rank in sorted(whys)})
+            self._expired(work, {rank: whys[rank] for rank in sorted(whys)}, why)

@@ -98,6 +98,10 @@ class Waits:
         """All operations under way."""
         return (operation for each in self.operations.values() for operation in each)
 
+    def needed(self) -> set[int]:
+        """All ranks that an operation cannot do without."""
+        return {rank for operation in self.all() if not operation.any for rank in operation.needs}
+
     def is_busy(self, rank: int) -> bool:
         """Whether the event loop of a rank, or its one thread, does not turn."""
         places = self.job.documents[rank].get("places", {}).values()

@@ -34,6 +34,9 @@ COMPUTING: Final = 0.02
 NAMED: Final = 4
 """Ranks that a sentence tells of one by one."""
 
+HANGS: Final = frozenset({"mismatch", "lost", "left", "tag", "deadlock", "key", "late", "unheard"})
+"""Kinds of verdicts on operations that do not end."""
+
 _SAME: Final = ("collective", "root", "op", "dtype", "counts")
 """What all ranks must give alike; the last three where a rank has found a difference."""
 
@@ -54,15 +57,17 @@ class Verdict:
 
 
 class Why:
-    """See the module. Operations that have waited for less than `after_s` seconds are no hang."""
+    """See the module. Operations that have waited for less than `after_s` seconds are no hang.
 
-    def __init__(self, job: Job, after_s: float = AFTER_S) -> None:
+    With `about`, which are fields of an entry, the verdict is on that operation.
+    """
+
+    def __init__(self, job: Job, after_s: float = AFTER_S, about: Document | None = None) -> None:
         self.job = job
         self.waits = Waits(job)
-        self._after_s = after_s
-        self._old = sorted(
-            (each for each in self.waits.all() if each.age_s >= after_s), key=lambda each: (-each.age_s, each.rank)
-        )
+        old = (each for each in self.waits.all() if each.age_s >= after_s)
+        self._old = sorted(old, key=lambda each: (-each.age_s, each.rank))
+        self._first = [each for each in self._old if about is None or about.items() <= each.entry.items()]
         sites = (entry.get("site", "") for each in job.documents.values() for entry in each.get("entries", ()))
         self._files: dict[str, set[str]] = defaultdict(set)
         for file in {site.rpartition(":")[0] for site in sites}:
@@ -88,6 +93,12 @@ class Why:
             told = (f"rank {rank}: {self.job.why_missing(rank)}" for rank in list(self.job.missing)[:NAMED])
             return Verdict("unknown", f"{text[0].upper()}{text[1:]}, but {'; '.join(told)}.", tuple(self.job.missing))
         return Verdict("healthy", f"{text[0].upper()}{text[1:]}.")
+
+    def hang(self) -> str:
+        """The verdict's sentence, if something waits and all is known of the ranks that it names; else nothing."""
+        found = self.verdict()
+        known = all(self.job.missing.get(rank, "stopped") in ("stopped", "gone") for rank in found.ranks)
+        return found.sentence if known and found.kind in HANGS else ""
 
     # What went wrong.
 
@@ -195,7 +206,7 @@ class Why:
 
     def _late(self) -> Verdict | None:
         """Whom the oldest operation waits for in the end."""
-        awaited = [one for one in self._old if one.waiters] or self._old
+        awaited = [one for one in self._first if one.waiters] or self._first
         start = next((one for one in awaited if one.needs), next(iter(awaited), None))
         return None if start is None else self._follow(start)
 

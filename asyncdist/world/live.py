@@ -9,21 +9,25 @@ no entries.
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from asyncdist.concurrency.trace import info
 from asyncdist.inspect.ask import MAX_ANSWERS_BYTES, Answer, EndpointAddress, ask_all, endpoints_here, silent_rank
 from asyncdist.inspect.endpoint import ALL, WAITS, name_of
-from asyncdist.inspect.job import Job
-from asyncdist.inspect.why import Why
+from asyncdist.inspect.job import Document, Job
+from asyncdist.inspect.why import AFTER_S, Why
 from asyncdist.launch.rendezvous.job_store import LAUNCHERS_NAMESPACE
 from asyncdist.store import TCPStore
-from asyncdist.world.inspection import FoundWorld, worlds_of
+from asyncdist.world.inspection import FoundWorld, endpoint_of, worlds_of
 
 MAX_JOBS: Final = 64
 """Namespaces of a store that are looked at where none is named."""
+MOST_RANKS: Final = 16
+"""Ranks that a rank asks, about one operation: all may ask at that moment."""
 NOBODY: Final = EndpointAddress("", 0)
 
 
@@ -111,9 +115,32 @@ def _rank_of(endpoint: EndpointAddress, world: LiveWorld) -> int | None:
     return None
 
 
-async def doing(endpoints: Mapping[int, EndpointAddress], token: str | None, limit_s: float) -> dict[int, str]:
-    """What the ranks that are asked there do, as `Why.doing` says it, of those that answer within `limit_s` seconds."""
-    answers = await ask_all(endpoints.values(), token, WAITS, limit_s)
-    said = [one for rank, each in endpoints.items() for one in answers[each].documents if one["rank"] == rank]
-    look = Why(Job(said))
-    return {one["rank"]: look.doing(one["rank"]) for one in said}
+async def look(
+    infos: Callable[[Sequence[int]], Awaitable[list[dict[str, Any]]]],
+    token: str | None,
+    ranks: Collection[int],
+    limit_s: float,
+    about: Document | None = None,
+) -> Why | None:
+    """Ask these ranks of one world what they do; with `about`, an operation, also all whom they wait for in turn.
+
+    It ends within `limit_s`, with what is known by then; None for nothing. `infos` are what ranks have told the store.
+    """
+    found: Why | None = None
+    said: dict[int, Document] = {}
+    try:
+        async with asyncio.timeout(limit_s):
+            while ranks and len(said) < MOST_RANKS:
+                some = sorted(ranks)[:MOST_RANKS]
+                endpoints = dict(zip(some, map(endpoint_of, await infos(some)), strict=True))
+                answers = await ask_all(endpoints.values(), token, WAITS, limit_s / 2)
+                for rank, endpoint in endpoints.items():
+                    answer = answers[endpoint]
+                    own = [one for one in answer.documents if one["rank"] == rank]
+                    silent = answer if answer.state else Answer((), "leaving")
+                    said[rank] = own[0] if own else silent_rank(rank, endpoint, silent)
+                found = Why(Job(said.values()), AFTER_S if about is None else 0.0, about)
+                ranks = () if about is None else found.waits.needed() - said.keys()
+    except Exception as error:  # who asks has other worries
+        info("cannot ask what ranks %s do: %r", sorted(ranks), error)
+    return found

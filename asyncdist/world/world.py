@@ -10,7 +10,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgpack
 
@@ -37,8 +37,11 @@ from asyncdist.world.control import (
 )
 from asyncdist.world.host_losses import hear_losses
 from asyncdist.world.init_method import StoreSource
-from asyncdist.world.inspection import Inspection, endpoint_of
+from asyncdist.world.inspection import Inspection
 from asyncdist.world.rendezvous import Met
+
+if TYPE_CHECKING:
+    from asyncdist.inspect.why import Why
 
 __all__ = [
     "ABSENCES",
@@ -78,6 +81,10 @@ LEAVE_LIMIT_S: Final = 5.0
 """How long saying goodbye to peers may take."""
 DOING_S: Final = 1.5
 """How long the store and the ranks may take, together, to say what ranks do."""
+WHY_S: Final = 0.4
+"""The same for what an error says, which is not to come late."""
+ALL_ASKED: Final = 8
+"""Ranks of a world whose ranks are all asked why an operation does not end; of a larger one those that it waits for."""
 DOUBTFUL_STORE_S: Final = 0.5
 """How long closing the store may take after a host was lost: launchers wait for three seconds in all."""
 
@@ -218,23 +225,34 @@ class World:
         memory = self.mesh.memory
         return rank in self._stopped or (memory is not None and memory.stopped(rank))
 
+    @property
+    def asks(self) -> bool:
+        """Whether ranks can be asked what they do."""
+        return self.inspection is not None and not getattr(self.loop, "virtual_time", False)
+
     async def doing(self, ranks: Sequence[int]) -> dict[int, str]:
         """What these ranks do, of those that say so within `DOING_S`: `it sleeps in time.sleep at train.py:7 (load)`.
 
-        Never raises but CancelledError: who asks has other worries.
+        Never raises but CancelledError.
         """
-        if self.inspection is None or getattr(self.loop, "virtual_time", False):
-            return {}
-        from asyncdist.world.live import doing  # for programs that wait long only
+        look = await self._look(ranks, DOING_S)
+        return {} if look is None else {one: look.doing(one) for one in ranks if one not in look.job.missing}
 
-        try:
-            async with asyncio.timeout(DOING_S):
-                infos = await self._rendezvous.infos(ranks)
-                endpoints = {rank: endpoint_of(info) for rank, info in zip(ranks, infos, strict=False)}
-                return await doing(endpoints, self.inspection.token, DOING_S / 2)
-        except Exception as error:
-            events.info("rank %d: cannot ask what ranks %s do: %r", self.rank, list(ranks), error)
-            return {}
+    async def why(self, ranks: Sequence[int], about: Mapping[str, Any]) -> str:
+        """Why the operation `about`, which waits for `ranks`, does not end: what `asyncdist why` says of it.
+
+        Empty where that is not known within `WHY_S`. Never raises but CancelledError.
+        """
+        asked = range(self.world_size) if self.world_size <= ALL_ASKED else {self.rank, *ranks}
+        look = await self._look(asked, WHY_S, about)
+        return "" if look is None else look.hang()
+
+    async def _look(self, ranks: Collection[int], limit_s: float, about: Mapping[str, Any] | None = None) -> Why | None:
+        if self.inspection is None or not self.asks:
+            return None
+        from asyncdist.world.live import look  # for programs that wait long only
+
+        return await look(self._rendezvous.infos, self.inspection.token, ranks, limit_s, about)
 
     def _host_lost(self, ranks: range, why: str) -> None:
         for rank in ranks:

@@ -1,5 +1,7 @@
 """Programs that hang, or are slow, each in a way of its own: `hang_programs.py NAME` is one rank of one.
 
+With `hang_programs.py NAME SECONDS` operations have that long, and the rank prints what they raise.
+
 A comment `# NAME: who` marks the line at which a rank is found.
 """
 
@@ -140,15 +142,18 @@ async def is_slower(rank: int) -> None:
         await dist.all_reduce(np.ones(4))  # is_slower: all
 
 
-async def main(program: str) -> None:
+async def main(program: str, timeout: float | None) -> None:
     async with dist.init_process_group() as group:
+        group.set_timeout(timeout or 1800)
         await dist.barrier()
         print("begins", flush=True)
         try:
             await globals()[program](group.rank)
-        except dist.DistError:  # what has failed is asked about before it ends
+        except dist.DistError as error:  # what has failed is asked about before it ends
+            if timeout is not None:
+                print(error, flush=True)
             await asyncio.sleep(3600)
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1]))
+    asyncio.run(main(sys.argv[1], float(sys.argv[2]) if sys.argv[2:] else None))

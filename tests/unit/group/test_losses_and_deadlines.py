@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import asyncdist as dist
 from asyncdist.group import deadlines as expiry
 from asyncdist.group.deadlines import ASK_S
 from asyncdist.testing import SimulatedWorld, run_world
+from asyncdist.world.world import World
 
 
 def test_a_lost_rank_is_named_by_everybody() -> None:
@@ -100,6 +102,59 @@ def test_an_expired_collective_names_the_missing_ranks_everywhere() -> None:
 
     run_world(5, main)
     run_world(5, connected)
+
+
+@pytest.mark.parametrize(
+    ("takes_s", "silent", "passed_s", "said"),
+    [(0.2, False, 5.2, True), (0.2, True, 5.5, True), (9, False, 5.5, False), (9, True, 5.5, False)],
+)
+def test_the_error_says_why_where_that_is_known_in_time(
+    monkeypatch: pytest.MonkeyPatch, takes_s: float, silent: bool, passed_s: float, said: bool
+) -> None:
+    asked = []
+
+    async def why(self: World, ranks: Sequence[int], about: Mapping[str, Any]) -> str:
+        asked.append((self.rank, *ranks, about["tag"], about["sequence"]))
+        await asyncio.sleep(takes_s)
+        return "Rank 1 sleeps."
+
+    monkeypatch.setattr(World, "asks", property(lambda self: self.rank == 0))
+    monkeypatch.setattr(World, "why", why)
+
+    async def main(group: Group) -> None:
+        if group.rank == 1:
+            if silent:
+                monkeypatch.setattr(group._core._deadlines, "tell", lambda *question: None)
+            await asyncio.sleep(20)
+            return
+        begun_s = asyncio.get_running_loop().time()
+        works = [group.barrier(timeout=5), group.barrier(timeout=5), group.barrier(tag=3, timeout=5)]
+        for work in works:
+            with pytest.raises(dist.CollectiveTimeoutError, match="timed out on rank 0") as expired:
+                await work
+            assert str(expired.value).endswith(". Rank 1 sleeps." if said else "there)" if not silent else "answer)")
+        assert asyncio.get_running_loop().time() - begun_s == pytest.approx(passed_s, abs=0.05)
+        await asyncio.sleep(0)
+        assert not [task for task in asyncio.all_tasks() if "asks why" in task.get_name()]
+
+    run_world(2, main)
+    assert asked == [(0, 1, 0, 0)]
+
+
+def test_an_operation_that_ends_while_others_are_asked_why_has_ended_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def why(self: World, ranks: Sequence[int], about: Mapping[str, Any]) -> str:
+        await asyncio.sleep(0.4)
+        return "Rank 1 sleeps."
+
+    monkeypatch.setattr(World, "asks", True)
+    monkeypatch.setattr(World, "why", why)
+
+    async def main(group: Group) -> None:
+        for _ in range(2):
+            await asyncio.sleep(5.2 if group.rank == 1 else 0)
+            await group.barrier(timeout=5)
+
+    run_world(2, main)
 
 
 @pytest.mark.parametrize(("dials", "connected"), [(6, True), (5, False)])
