@@ -1,9 +1,10 @@
 """Ranks that run different collectives in one place of the order: how that is found, and what their errors show.
 
 Every message of a collective, and its record in shared memory, carries a fingerprint of what its sender runs. The rank
-that notices a difference tells the other rank what it runs and asks the same, so that the errors on both sides show
-both; it waits at most ANSWER_S. A rank that is asked about an operation that has timed out also says what it runs
-instead. A rank that leaves says what it ran last. `StrayMessages` finds what shows only after both operations ended.
+that notices a difference tells the other rank what it runs, and at which line, and asks the same, so that the errors on
+both sides show both; it waits at most ANSWER_S. A rank that is asked about an operation that has timed out also says
+what it runs instead. A rank that leaves says what it ran last. `StrayMessages` finds what shows only after both
+operations ended.
 
 So far differences are found between ranks that send each other something or wait for each other. With
 ASYNCDIST_CHECK=full (rank 0's setting counts) every rank also reports each collective, and the line that calls it, to
@@ -14,6 +15,7 @@ empty array here and on another one there.
 from __future__ import annotations
 
 import asyncio
+import re
 import struct
 from collections import deque
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
@@ -27,6 +29,8 @@ from asyncdist.collectives.executor.runner import DifferentOperation, different
 from asyncdist.collectives.shared.agreement import RESERVED
 from asyncdist.concurrency.trace import calling_frame
 from asyncdist.errors import CollectiveMismatchError, DistError, PeerLostError
+from asyncdist.inspect.dumps import line_of, site_of
+from asyncdist.inspect.recorder import SITE, Entry
 from asyncdist.plan.problem import PRIVATE_COLLECTIVES, ROOTED
 from asyncdist.transport.base_mesh import BaseMesh
 from asyncdist.transport.config import LATE_S
@@ -80,8 +84,11 @@ class _Issued(NamedTuple):
     place: str
 
 
-def _issued(entry: Sequence[Any]) -> _Issued:
-    return entry if isinstance(entry, _Issued) else _Issued(entry[0], entry[1], entry[2], "")
+def _issued(entry: Sequence[Any], line: Callable[[Entry], str] = site_of) -> _Issued:
+    if isinstance(entry, _Issued):
+        return entry
+    site = line(entry) if isinstance(entry, list) and len(entry) > SITE else ""
+    return _Issued(entry[0], entry[1], entry[2], f" at {Path(site).name}" if site else "")
 
 
 class _Inquiry(NamedTuple):
@@ -196,7 +203,7 @@ class MismatchFinder:
             if sender == inquiry.error.peer:
                 self._conclude(key, text)
         elif asked and key in self._works:
-            alike = own == text and self._is_private(key)
+            alike = _bare(own or "") == _bare(text) and self._is_private(key)
             self._fail(key, self._lengths_differ(sender) if alike else self._difference(key, own, sender, text))
 
     def last_words(self) -> dict[WorkKey, tuple[str, str]]:
@@ -273,14 +280,14 @@ class MismatchFinder:
         own = self._describe(key)
         text = text or self._last_words.get(error.peer, {}).get(key, ("", ""))[1]
         # Unless the other side says otherwise it is the lengths that differ, which the transport has named.
-        alike = text in ("", CLOSED_SINCE, own) and self._by_length(key, error)
+        alike = _bare(text) in ("", CLOSED_SINCE, _bare(own or "")) and self._by_length(key, error)
         return error if alike else self._difference(key, own, error.peer, text)
 
     def _difference(self, key: WorkKey, own: str | None, peer: int, text: str) -> CollectiveMismatchError:
         unnamed = "something else, and is gone since" if self._world.mesh.is_gone(peer) else UNNAMED
         sides = sorted([(self._world.rank, own or UNNAMED), (peer, text or unnamed)])
         shown = ", ".join(f"rank {rank} runs {side}" for rank, side in sides)
-        if own == text:
+        if own and _bare(own) == _bare(text):
             shown += ", but planned differently: is the release of asyncdist the same everywhere?"
         tag, number = key
         place = f"collective #{number} of tag {tag}" if tag else f"collective #{number}"
@@ -315,7 +322,7 @@ class MismatchFinder:
         return self._is_private(key) and not isinstance(error, DifferentOperation)
 
     def _find(self, key: WorkKey) -> _Issued | None:
-        return next((_issued(entry) for entry in reversed(self._issued) if entry[0] == key), None)
+        return next((_issued(entry, line_of) for entry in reversed(self._issued) if entry[0] == key), None)
 
     # ASYNCDIST_CHECK=full.
 
@@ -356,6 +363,11 @@ def describe_call(recipe: tuple[Any, ...], ranks: tuple[int, ...]) -> str:
     if detail and collective != "barrier":  # whose detail is its operation's name
         parts.append(f"of {detail}")
     return " ".join(parts)
+
+
+def _bare(description: str) -> str:
+    """The description of a collective without the line that calls it."""
+    return re.sub(r" at .*:\d+$", "", description)
 
 
 def _spell(counts: int | tuple[int, ...]) -> str:

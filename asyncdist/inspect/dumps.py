@@ -22,6 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
+from weakref import ref
 
 from asyncdist.arrays.host import decode_meta
 from asyncdist.concurrency.trace import warn
@@ -211,6 +212,12 @@ def site_of(entry: Entry) -> str:
             break
         line = at if at is not None else line
     return f"{code.co_filename}:{line}"
+
+
+def line_of(entry: Entry) -> str:
+    """The line that issued it; where that is not known, the one at which the task that issued it awaits it."""
+    task = entry[TASK]() if isinstance(entry[TASK], ref) else None
+    return site_of(entry) or (stacks.awaited_at(task, entry) if task is not None else "")
 
 
 def write(path: Path, found: Mapping[str, Any]) -> None:

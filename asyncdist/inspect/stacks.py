@@ -90,6 +90,20 @@ def tasks(
     return stacks, places
 
 
+def awaited_at(task: asyncio.Task[Any], entry: object) -> str:
+    """The line at which a task issues the operation of an entry, or awaits it; empty if it does neither just now."""
+    told: dict[str, Any] = {}
+    with contextlib.suppress(Exception):  # it is no task of asyncio
+        if task is asyncio.current_task():
+            frames = list(_outward(sys._getframe()))
+            ours = (frame.f_locals for frame in frames if frame.f_code.co_name in ("issue", "__await__"))
+            if any(getattr(one["self"], "entry", one.get("entry")) is entry for one in ours):
+                told["awaited_at"] = place_of(frames)["site"]
+        else:
+            _waiting(task, "", *_chain(task.get_coro()), {id(entry): told})
+    return str(told.get("awaited_at", ""))
+
+
 def task_key(task: asyncio.Task[Any]) -> str:
     """Name and identity."""
     return f"{task.get_name()} ({id(task):x})"
