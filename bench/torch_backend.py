@@ -4,7 +4,7 @@
 
 | row | is |
 | --- | --- |
-| all_reduce | a float32 tensor, `dist.all_reduce(tensor)`, short ones several at a stretch, as in OSU's benchmarks |
+| all_reduce | a float32 tensor for each backend, `dist.all_reduce(tensor)`, short ones several at a stretch (as OSU) |
 | awaited | the same by `await asyncdist.all_reduce(array)`, in a world of its own: what the way through torch adds |
 | objects | `broadcast_object_list` and `all_gather_object` of 1 KiB, as inference engines use on CPU groups |
 | DDP | a step of a model of 25 M parameters, less the same step within `no_sync()` |
@@ -97,8 +97,11 @@ class Rank:
         """What is measured, by name and backend."""
         size = self.dist.get_world_size()
         for nbytes in SIZES:
-            tensor, count = self.torch.zeros(nbytes // 4), STRETCH.get(nbytes, 1)
-            starts = {name: partial(self.all_reduce, tensor, group, count) for name, group in self.groups.items()}
+            count = STRETCH.get(nbytes, 1)
+            starts = {
+                name: partial(self.all_reduce, self.torch.zeros(nbytes // 4), group, count)
+                for name, group in self.groups.items()
+            }
             took = self.in_turns(starts, samples_for(nbytes, self.scale))
             yield f"all_reduce {format_bytes(nbytes)}", {name: seconds / count for name, seconds in took.items()}
         tensor = self.torch.zeros(1)

@@ -18,6 +18,8 @@ TRANSPORTS: Final = ("auto", "shm", "unix", "tcp")
 """Values of ASYNCDIST_TRANSPORT."""
 SINGLE_COPY: Final = ("auto", "permit", "off")
 """Values of ASYNCDIST_SINGLE_COPY."""
+HUGE_PAGES: Final = ("auto", "off")
+"""Values of ASYNCDIST_HUGE_PAGES."""
 CONNECT_TIMEOUT_S: Final = 60.0
 """Longest a peer may be out of reach at first, address look-up and retries included. A listener exists before its
 address is published, so only a slow network or a dead peer needs more than milliseconds."""
@@ -57,6 +59,7 @@ class TransportConfig:
     shared_bytes: int = DEFAULT_SHARED_BYTES
     arrays_bytes: int | None = None
     single_copy: str = "auto"
+    huge_pages: str = "auto"
     keepalive_s: float = DEFAULT_KEEPALIVE_S
     local_ranks: int = 1
     ports: range | None = None
@@ -98,6 +101,7 @@ class TransportConfig:
             shared_bytes=_bytes_from_environ(environ, "ASYNCDIST_SHM_BYTES", DEFAULT_SHARED_BYTES),
             arrays_bytes=_bytes_from_environ(environ, "ASYNCDIST_EMPTY_BYTES", None),
             single_copy=single_copy_from_environ(environ),
+            huge_pages=_word_from_environ(environ, "ASYNCDIST_HUGE_PAGES", HUGE_PAGES),
             keepalive_s=keepalive_from_environ(environ),
             local_ranks=_local_ranks(environ),
             ports=ports_from_environ(environ),

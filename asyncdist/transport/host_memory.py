@@ -71,6 +71,7 @@ class HostMemory:
         arrays_bytes: int | None = None,
         *,
         single_copy: str = "off",
+        huge_pages: bool = False,
     ) -> None:
         self.loop = loop
         self._doorbell: Doorbell | None = None
@@ -80,7 +81,7 @@ class HostMemory:
         self._left_listeners: dict[Callable[[int, PeerLostError], None], None] = {}
         self.fds = fds
         self.arrays = SharedArrays(loop, fds, self._number, self._arena_gone, arrays_bytes)
-        self.own = None if single_copy == "off" else OwnMemory()
+        self.own = None if single_copy == "off" else OwnMemory(huge_pages=huge_pages)
         """What of our process others may read, None: nothing, and we read nothing of theirs."""
         if single_copy == "permit":
             permit_reading()

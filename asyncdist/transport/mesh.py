@@ -72,6 +72,7 @@ class Mesh(BaseMesh):
                 config.shared_bytes,
                 config.arrays_bytes if config.shares_memory else 0,
                 single_copy=config.single_copy if config.shares_memory else "off",
+                huge_pages=config.huge_pages != "off",
             ),
             Neighbors(),
             KeepaliveWatch(loop, config.keepalive_s),

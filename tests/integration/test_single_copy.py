@@ -161,6 +161,34 @@ def test_one_rank_that_neither_lends_nor_reads(size: int) -> None:
         assert (rank.stdout, rank.stderr) == ("0\n", "")
 
 
+AGAIN = """
+from asyncdist.transport.shared_memory import process_memory
+process_memory._huge_page_bytes = lambda: 2 << 20
+asked, madvise = set(), process_memory._madvise
+
+def counted(address, nbytes, advice):
+    asked.add(address // (2 << 20))
+    return madvise(address, nbytes, advice)
+
+process_memory._madvise = counted
+
+async def main():
+    async with dist.init_process_group() as group:
+        x = np.ones(1 << 20)
+        for _ in range(5):
+            await group.all_reduce(x)
+        assert (x == group.size**5).all()
+        print(x.ctypes.data // (2 << 20) + 1 in asked)
+dist.run(main())
+"""
+
+
+@pytest.mark.parametrize(("word", "moves"), [("auto", "True\n"), ("off", "False\n")])
+def test_a_vector_that_is_reduced_again_moves_to_huge_pages(word: str, moves: str) -> None:
+    ended = run_ranks(PRELUDE + AGAIN, 2, {"ASYNCDIST_HUGE_PAGES": word})
+    assert [(rank.stdout, rank.stderr) for rank in ended] == [(moves, "")] * 2
+
+
 PROTECTED = f"""
 keep_capabilities(0)
 {MINE} libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE

@@ -265,6 +265,7 @@ def place_of(
     if found is not None and _all_read(peers, found[0]):
         return found
     if own is not None and _all_read(peers, PROCESS) and own.readable(address, len(payload)):
+        own.use(address, len(payload))
         return PROCESS, address
     return None
 

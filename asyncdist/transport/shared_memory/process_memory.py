@@ -16,6 +16,7 @@ import os
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from asyncdist.arrays.host import Array
@@ -30,6 +31,14 @@ TOKEN_BYTES: Final = 16
 _GONE: Final = (errno.ESRCH, errno.EFAULT)
 """Errors of reading a token whose process is not there, or is another. A process that is there may cause any other
 error, as filters of system calls choose theirs."""
+
+MOVED_BYTES: Final = 8 << 20
+"""Memory moved to huge pages at one use of it: that takes some milliseconds, and a loop waits for it."""
+BUFFERS_KEPT: Final = 1024
+"""Buffers of which it is remembered how much was moved."""
+_ALL_MOVED: Final = 1 << 64
+_MADV_COLLAPSE: Final = 25
+_HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage")
 
 _PR_SET_PTRACER: Final = 0x59616D61
 _PR_SET_PTRACER_ANY: Final = (1 << 8 * ctypes.sizeof(ctypes.c_ulong)) - 1
@@ -135,9 +144,17 @@ class RemoteBytes:
 
 
 class OwnMemory:
-    """The memory of this process that others may read, as long as this object exists. For one thread."""
+    """The memory of this process that others may read, as long as this object exists. For one thread.
 
-    def __init__(self) -> None:
+    The kernel copies between processes page by page, and small pages take it twice as long as huge ones. numpy asks for
+    huge pages for its large arrays, torch and malloc do not. So with `huge_pages` a buffer that is read again is moved
+    to huge pages (MADV_COLLAPSE, since Linux 6.1), a part at each use, unless the system is to have none.
+    """
+
+    def __init__(self, *, huge_pages: bool = False) -> None:
+        self._huge_bytes = _huge_page_bytes() if huge_pages else 0
+        self._moved: dict[int, int] = {}
+        """By address of a buffer, up to where it was moved to huge pages."""
         self._octets = octets = ctypes.create_string_buffer(secrets.token_bytes(TOKEN_BYTES), TOKEN_BYTES)
         self.token = Token(ctypes.addressof(octets), octets.raw)
         self._found = found = ctypes.create_string_buffer(2)
@@ -149,6 +166,24 @@ class OwnMemory:
         self._ends[0].address, self._ends[1].address = address, address + nbytes - 1
         return _readv(os.getpid(), self._here, 1, self._ends, 2, 0) == 2
 
+    def use(self, address: int, nbytes: int) -> None:
+        """Others are about to read that buffer, and read none of it yet: move a part to huge pages, if some is left."""
+        huge = self._huge_bytes
+        if nbytes < huge or not huge:
+            return
+        moved = self._moved
+        start = moved.pop(address, 0)
+        begin = -(-start // huge) * huge
+        end = min((address + nbytes) // huge * huge, begin + MOVED_BYTES)
+        if not start:
+            end = address  # nobody knows yet whether it is used again
+        elif begin < end and _madvise(begin, end - begin, _MADV_COLLAPSE):
+            events.info("%d bytes at %#x stay in small pages: %s", nbytes, address, os.strerror(ctypes.get_errno()))
+            end = _ALL_MOVED
+        moved[address] = max(start, end)
+        if len(moved) > BUFFERS_KEPT:
+            del moved[next(iter(moved))]
+
 
 def permit_reading() -> None:
     """Have the kernel let all processes of this user read this one where kernel.yama.ptrace_scope is 1.
@@ -157,6 +192,17 @@ def permit_reading() -> None:
     """
     if _prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0) and ctypes.get_errno() != errno.EINVAL:  # as without Yama
         events.info("others cannot be permitted to read this process: %s", os.strerror(ctypes.get_errno()))
+
+
+def _huge_page_bytes() -> int:
+    """The size of a huge page; 0 where the system is to have none, or each takes long to fill."""
+    try:
+        if "[never]" in (_HUGE_PAGES / "enabled").read_text():
+            return 0
+        nbytes = int((_HUGE_PAGES / "hpage_pmd_size").read_text())
+    except (OSError, ValueError):
+        return 0
+    return nbytes if nbytes <= MOVED_BYTES else 0
 
 
 def _missing(*_arguments: object) -> int:
@@ -175,4 +221,5 @@ def _find(name: str, *arguments: type) -> Callable[..., int]:
 
 
 _prctl: Final = _find("prctl", ctypes.c_int, *4 * (ctypes.c_ulong,))
+_madvise: Final = _find("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _readv: Final = _find("process_vm_readv", ctypes.c_int, *2 * (ctypes.c_void_p, ctypes.c_ulong), ctypes.c_ulong)

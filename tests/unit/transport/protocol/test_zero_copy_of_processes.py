@@ -134,6 +134,17 @@ class TestAgreeing:
         assert moved(pair, ordinary()) > LARGE
         assert pair.sides[0].zero_copy.exposed(PROCESS), "other memory still is"
 
+    def test_what_is_exposed_may_move_to_huge_pages_before(
+        self, pair: ZeroCopyPair, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        used: list[tuple[int, int]] = []
+        monkeypatch.setattr(OwnMemory, "use", lambda _own, *place: used.append(place))
+        place = pair.sides[0].zero_copy.expose(ordinary())
+        assert place is not None
+        assert used == [(place[1], LARGE)]
+        assert pair.sides[0].zero_copy.expose(ordinary(1000)) is None
+        assert len(used) == 1
+
     def test_it_is_known_before_what_is_posted_to_an_open_connection(self) -> None:
         pair = ZeroCopyPair(reading=(0, 1))
         sink = Recorder()

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import forked
@@ -352,6 +353,122 @@ def test_others_are_permitted_to_read_where_they_would_not_be(monkeypatch: pytes
 def test_the_system_is_asked_without_harm() -> None:
     permit_reading()
     assert OwnMemory().readable(ctypes.addressof(ctypes.create_string_buffer(8)), 8)
+
+
+HUGE = 2 << 20
+
+
+def small_pages(nbytes: int) -> tuple[mmap.mmap, Array]:
+    """Memory in small pages, filled, that begins behind the beginning of a huge page."""
+    made = mmap.mmap(-1, nbytes + 2 * HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    start = -address_of(made) % HUGE + PAGE
+    array = np.frombuffer(made, np.uint8)[start : start + nbytes]
+    array[:] = np.arange(nbytes) % 251
+    return made, array
+
+
+def huge_bytes_at(address: int) -> int:
+    """How much of the mapping that `address` is in lies in huge pages."""
+    found = False
+    with open("/proc/self/smaps") as maps:
+        for line in maps:
+            name, *rest = line.split()
+            if "-" in name:
+                begin, end = (int(bound, 16) for bound in name.split("-"))
+                found = begin <= address < end
+            elif found and name == "AnonHugePages:":
+                return int(rest[0]) << 10
+    raise LookupError(hex(address))
+
+
+class Moves:
+    """Stands for madvise: what was to be moved, by offset from the first."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, answer: int = 0) -> None:
+        self.asked: list[tuple[int, int]] = []
+        self.answer = answer
+        monkeypatch.setattr(process_memory, "_huge_page_bytes", lambda: HUGE)
+        monkeypatch.setattr(process_memory, "_madvise", self)
+
+    def __call__(self, address: int, nbytes: int, advice: int) -> int:
+        assert advice == 25
+        self.asked.append((address, nbytes))
+        ctypes.set_errno(errno.ENOMEM)
+        return self.answer
+
+
+@pytest.mark.skipif(not process_memory._huge_page_bytes(), reason="this system has no huge pages, or is to have none")
+def test_a_buffer_that_is_read_again_moves_to_huge_pages() -> None:
+    own = OwnMemory(huge_pages=True)
+    made, array = small_pages(12 << 20)
+    found, expected = [], array.copy()
+    for _ in range(4):
+        own.use(address_of(array), array.nbytes)
+        found.append(huge_bytes_at(address_of(array)))
+    if not found[1]:
+        pytest.skip("Linux before 6.1, or no memory for a huge page")
+    assert found == [0, 8 << 20, 10 << 20, 10 << 20]
+    assert (array == expected).all()
+    assert made
+
+
+def test_only_whole_huge_pages_are_moved_and_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    moves, own = Moves(monkeypatch), OwnMemory(huge_pages=True)
+    for _ in range(5):
+        own.use(100 * HUGE + 64, 6 * HUGE)
+    assert moves.asked == [(101 * HUGE, 4 * HUGE), (105 * HUGE, HUGE)]
+    for _ in range(3):
+        own.use(200 * HUGE + 64, HUGE + 100)
+        own.use(300 * HUGE, HUGE - 1)
+    assert len(moves.asked) == 2, "no whole huge page is in these"
+
+
+def test_what_cannot_be_moved_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    moves, own = Moves(monkeypatch, -1), OwnMemory(huge_pages=True)
+    for _ in range(4):
+        own.use(100 * HUGE, 32 * HUGE)
+    assert moves.asked == [(100 * HUGE, 4 * HUGE)]
+    for _ in range(2):
+        own.use(200 * HUGE, 32 * HUGE)
+    assert len(moves.asked) == 2, "another buffer may be of another kind"
+
+
+def test_buffers_are_forgotten_from_the_least_used_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_memory, "BUFFERS_KEPT", 2)
+    moves, own = Moves(monkeypatch), OwnMemory(huge_pages=True)
+    for place in (100, 200, 100, 300, 200, 100):
+        own.use(place * HUGE, HUGE)
+    assert moves.asked == [(100 * HUGE, HUGE)], "200 was forgotten for 300, and what has moved stays known"
+
+
+@pytest.mark.parametrize(
+    ("enabled", "nbytes", "found"),
+    [
+        ("always [madvise] never", "2097152", HUGE),
+        ("always madvise [never]", "2097152", 0),
+        ("[always] madvise never", "536870912", 0),
+        (None, None, 0),
+    ],
+)
+def test_the_system_says_whether_there_are_huge_pages(
+    enabled: str | None, nbytes: str | None, found: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in (("enabled", enabled), ("hpage_pmd_size", nbytes)):
+        if text is not None:
+            (tmp_path / name).write_text(text + "\n")
+    monkeypatch.setattr(process_memory, "_HUGE_PAGES", tmp_path)
+    assert process_memory._huge_page_bytes() == found
+
+
+def test_without_huge_pages_nothing_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    moves, own = Moves(monkeypatch), OwnMemory()
+    for _ in range(3):
+        own.use(100 * HUGE, 32 * HUGE)
+    assert not moves.asked
+    assert TransportConfig.from_environ({"ASYNCDIST_HUGE_PAGES": "off"}).huge_pages == "off"
+    assert TransportConfig.from_environ({}).huge_pages == "auto"
+    with pytest.raises(ValueError, match="ASYNCDIST_HUGE_PAGES='never': use one of auto, off"):
+        TransportConfig.from_environ({"ASYNCDIST_HUGE_PAGES": "never"})
 
 
 @pytest.mark.parametrize(("text", "word"), [("", "auto"), (" OFF ", "off"), ("permit", "permit")])
