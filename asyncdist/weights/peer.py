@@ -23,6 +23,7 @@ import os
 import random
 import secrets
 from collections.abc import Awaitable, Coroutine, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -115,7 +116,7 @@ class Peer:
         server = (below.host, below.port) if isinstance(below, TCPStore) else (None, 0)
         token = load_token(os.environ) or (below.dialer.token if isinstance(below, TCPStore) else None)
         here = await local_address(server[0], server[1], os.environ)
-        config = TransportConfig.from_environ(os.environ, here.interfaces)
+        config = replace(TransportConfig.from_environ(os.environ, here.interfaces), spin_us=0)  # requests would wait
         rank = (await view.add("ranks", 1) - 1) % RANKS
         while await view.check([f"members/{rank}"]):
             rank = (await view.add("ranks", 1) - 1) % RANKS

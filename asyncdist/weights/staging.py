@@ -7,6 +7,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 import weakref
 import zlib
 from bisect import bisect_right
@@ -28,6 +29,12 @@ from asyncdist.weights.manifest import Manifest, WeightsError, digest
 THREADS: Final = 4
 """That compare, copy and sum at once, if there are twice as many cores: a few reach what memory can do."""
 NICENESS: Final = 10
+"""With 19, a host whose cores are all busy stages versions 70 times later, with 10 some 10 times. Nor are the loops of
+servers earlier with 19: a thread that lost its core while it has the GIL keeps its process waiting for longer."""
+PIECE_BYTES: Final = 1 << 20
+PAUSE_S: Final = 1e-6
+"""After each piece a thread sleeps, which takes some 60 us, so that others run on its core. Linux lets what wakes up
+there wait otherwise for the end of a time slice, whatever the niceness. A version takes a third longer for that."""
 UNKNOWN: Final = -1
 """In place of a checksum: they are taken of what is sent, and what is mapped is not sent."""
 LOOK_BYTES: Final = 4096
@@ -165,7 +172,7 @@ def fill(
         keeps = before.born == base.manifest.born
     starts = [entry.offset for entry in manifest.entries]
     filling = _Filling(stage, sources, starts, base, keeps, id)
-    share = max(1, len(manifest.born) // (4 * THREADS))
+    share = max(1, PIECE_BYTES // manifest.block_bytes)
     for first in range(0, len(manifest.born), share):
         yield partial(_fill_blocks, filling, range(first, min(first + share, len(manifest.born))))
 
@@ -218,6 +225,7 @@ class Threads:
                     if job is None:
                         return
                     job()
+                    time.sleep(PAUSE_S)
             except BaseException:
                 failed = True
                 raise

@@ -65,6 +65,7 @@ class Subscription(AsyncIterator[Version]):
         self._peer: Peer | None = None
         self._state = State()
         self._serving: tuple[Ref, Stage] | None = None
+        self._arrays: dict[str, Array] = {}
         self._staged: tuple[Ref, Stage] | None = None
         self._refused: set[int] = set()
         self._getting: tuple[Ref, asyncio.Task[None]] | None = None
@@ -100,9 +101,9 @@ class Subscription(AsyncIterator[Version]):
         except BaseException:
             await self.close()
             raise
-        ref, stage = self._serving
+        ref = self._serving[0]
         self._yielded = ref.id
-        return Version(ref.version, stage.arrays())
+        return Version(ref.version, self._arrays)
 
     async def __aenter__(self) -> Self:
         return self
@@ -236,11 +237,11 @@ class Subscription(AsyncIterator[Version]):
     def _serve(self, peer: Peer, ref: Ref, stage: Stage) -> None:
         """From now on this is what is served. One step: nothing here waits."""
         before, self._serving = self._serving, (ref, stage)
+        self._arrays = stage.arrays()
         if self._into is not None:
-            arrays = stage.arrays()
-            for name in self._into.keys() - arrays.keys():
+            for name in self._into.keys() - self._arrays.keys():
                 del self._into[name]
-            self._into.update(arrays)
+            self._into.update(self._arrays)
             self._say_ready(peer)
         if before is not None:
             peer.drop(before[1])

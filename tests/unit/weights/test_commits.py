@@ -43,6 +43,12 @@ async def test_all_subscribers_serve_what_is_committed(store):
     assert await weights.ready("policy", store=store) == {}
 
 
+async def test_a_server_is_not_kept_from_its_requests_by_looking(store):
+    async with serving(store.clone(), {}) as subscription:
+        await joined(store, 1)
+        assert subscription._peer.mesh.spinner is None
+
+
 async def test_processes_of_a_host_map_the_same_memory(store):
     """A write of the publisher's into its stage is seen by both, which no copy would show."""
     served = [{}, {}]

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from asyncdist.transport.fork import SocketSet
 from asyncdist.weights.manifest import MIN_BLOCK_BYTES, Manifest, WeightsError, layout_of
-from asyncdist.weights.staging import UNKNOWN, Stage, Threads, fill, new_memory
+from asyncdist.weights.staging import PIECE_BYTES, UNKNOWN, Stage, Threads, fill, new_memory
 
 COUNT = 6
 
@@ -133,6 +135,29 @@ async def test_threads_end_before_the_cancelled_call_does():
         await task
     assert len(done) < 50
     threads.close()
+
+
+def test_a_stage_is_filled_by_small_pieces(fds):
+    """Between two a thread sleeps, and what has been woken on its core runs."""
+    arrays = {"a": np.ones(5 * PIECE_BYTES + 1, np.uint8)}
+    manifest = Manifest.for_layout(layout_of(arrays))
+    view, segment = new_memory(manifest.nbytes, fds)
+    stage = Stage(manifest, view, segment)
+    filled = []
+    for job in fill(stage, arrays, None, None, 1):
+        job()
+        filled.append(int(np.count_nonzero(stage.flat)))
+    assert [end - start for start, end in pairwise([0, *filled])] == [PIECE_BYTES] * 5 + [1]
+
+
+async def test_threads_sleep_between_two_jobs(monkeypatch):
+    done = []
+    monkeypatch.setattr(time, "sleep", lambda _seconds: done.append("pause"))
+    threads = Threads()
+    threads._count = 1
+    await threads.do([lambda: done.append("job")] * 2)
+    threads.close()
+    assert done == ["job", "pause"] * 2
 
 
 async def test_what_a_job_raises_is_raised():
