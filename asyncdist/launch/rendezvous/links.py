@@ -343,8 +343,9 @@ class Links:
         return False
 
     async def leave(self, gone: Collection[int], *, last: bool) -> None:
-        """Take leave of the others; the one that hosts is the `last`, and waits, bounded, for those not `gone`."""
-        if self._heard is None or not self._met or self._unreachable:
+        """Take leave of the others, if the one that hosts is there: it is the `last`, and waits, bounded, for those
+        not `gone`."""
+        if self._heard is None or not self._met or self._unreachable or self._hub in gone:
             return
         self._heard.abandon()
         with contextlib.suppress(DistError, TimeoutError):

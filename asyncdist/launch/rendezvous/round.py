@@ -152,7 +152,9 @@ class Round:
         finally:
             if self._links is not None:
                 await self._links.leave(self.gone, last=self.rank == 0 and not self._all_know)
-                await self._links.store.close()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(None if self._may_speak else 0):
+                        await self._links.store.close()
 
     async def _link(self, plan: Plan) -> Links | None:
         """Connect to the launcher of node 0; None if a node went meanwhile."""

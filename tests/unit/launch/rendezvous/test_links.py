@@ -179,3 +179,10 @@ async def test_launchers_that_cannot_reach_the_store_share_nothing() -> None:
     links = Trio().links[1]
     await links.store.close()
     await asyncio.wait_for(links.share_stopped(lambda: [1], pytest.fail), 60)
+
+
+async def test_no_leave_is_taken_of_a_launcher_that_is_gone() -> None:
+    trio = Trio()
+    await asyncio.gather(*(links.meet() for links in trio.links))
+    trio.links[1].store.set = pytest.fail  # type: ignore[method-assign]
+    await trio.links[1].leave({0}, last=False)
