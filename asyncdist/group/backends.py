@@ -88,6 +88,12 @@ class GroupBackends:
         memory = self._world.mesh.memory
         return memory is not None and memory.stopped(rank)
 
+    def network(self, question: bytes) -> dict[str, Any]:
+        """See `inspect.recorder.Recorded`."""
+        from asyncdist.world.network import network_of  # for programs that are asked only
+
+        return network_of(self._world, question)
+
     def describe(self) -> str:
         """`aio`, or `cpu:aio,cuda:nccl path nccl` once GPU arrays have come, for the group's repr."""
         if self.devices is None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncdist.concurrency.process import is_stopped
-from asyncdist.inspect.endpoint import ALL, LENGTH, NAME, PURPOSE, STOPPED, may_ask
+from asyncdist.inspect.endpoint import ALL, LENGTH, NAME, PURPOSE, SAMPLE, SAMPLE_BYTES, STOPPED, extra_s, may_ask
 from asyncdist.inspect.job import MAX_RANKS, checked, is_a
 from asyncdist_server.serving.sockets import peer_credentials
 from asyncdist_server.wire.auth import MAX_HANDSHAKE_BYTES, AuthenticationError, ClientHandshake
@@ -80,8 +80,10 @@ async def ask_all(
 ) -> dict[EndpointAddress, Answer]:
     """Ask all, in parallel; what does not answer within `limit_s` is silent, or stopped if its host can tell.
 
+    What processes have to find out first, they get the time for.
     Once the answers have `most_bytes`, further ones are not read, and count as silent.
     """
+    limit_s += extra_s(question)
     together = asyncio.Semaphore(ASKED_TOGETHER)
     budget = _Budget(most_bytes)
 
@@ -155,6 +157,18 @@ async def _ask(
         return Answer((), "gone", HUNG_UP)
     except OSError as error:
         return Answer((), "silent", error.strerror or str(error))
+
+
+async def speed_of(endpoint: EndpointAddress, token: str | None) -> dict[str, Any]:
+    """How many `bytes_per_s` come from there, less what asking for nothing takes; or an `error`."""
+    took_s = []
+    for size in (0, SAMPLE_BYTES):
+        began_s = time.perf_counter()
+        said = await _ask(endpoint, token, SAMPLE + b"%d" % size, extra_s(SAMPLE), _Budget(SAMPLE_BYTES))
+        if isinstance(said, Answer):
+            return {"error": said.why}
+        took_s.append(time.perf_counter() - began_s)
+    return {"bytes_per_s": SAMPLE_BYTES / max(took_s[1] - took_s[0], 1e-6)}
 
 
 async def _connect(endpoint: EndpointAddress) -> socket.socket:

@@ -9,6 +9,12 @@ asked for is the handshake's context, so that the proof covers it. The answer is
     WAITS    the same, with tasks
     ALL      a list of documents, of all that is remembered
     STOPPED  `stopped 4711`: whether that process of this host is stopped
+    NETWORK  as ALL, with whom each rank reaches
+    SPEEDS   the same, of whoever has them send each other samples then
+    SPEED    as NOW, with how fast bytes come from the endpoint of another rank: `speed 10.0.0.7 4711`
+    SAMPLE   `sample 4711`: so many bytes, for that
+
+What takes seconds is found out by a thread of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +31,9 @@ import struct
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 from typing import Any, Final
 
@@ -33,7 +41,7 @@ from asyncdist.concurrency.loop import Place, close_in_forked_child
 from asyncdist.concurrency.process import is_stopped
 from asyncdist.concurrency.trace import info
 from asyncdist.inspect.dumps import document
-from asyncdist.inspect.recorder import RECORDER
+from asyncdist.inspect.recorder import RECORDER, GroupFacts, Recorded
 from asyncdist_server.serving.sockets import peer_credentials
 from asyncdist_server.wire.auth import MAX_HANDSHAKE_BYTES, AuthenticationError, ServerHandshake
 
@@ -41,6 +49,10 @@ NOW: Final = b"now"
 WAITS: Final = b"waits"
 ALL: Final = b"all"
 STOPPED: Final = b"stopped "
+NETWORK: Final = b"network"
+SPEEDS: Final = b"network speeds"
+SPEED: Final = b"speed "
+SAMPLE: Final = b"sample "
 NAME: Final = "asyncdist-inspect-"
 """How the names of Unix sockets of endpoints begin: whoever is on the host finds them by that."""
 THREAD: Final = "asyncdist inspect"
@@ -56,6 +68,12 @@ PROOF_LIMIT_S: Final = 2.0
 """How long a connection may take for its proof."""
 ANSWER_LIMIT_S: Final = 10.0
 """How long an answer may take to be read."""
+DIAL_S: Final = 2.0
+"""How long a dial may take: one segment that is lost is sent again after a second."""
+SAMPLE_S: Final = 8.0
+"""How long a sample may take: 4 Mbit/s."""
+SAMPLE_BYTES: Final = 4 << 20
+"""Of the longest sample: a third of a second at 100 Mbit/s."""
 TURN_S: Final = 0.05
 """How long the event loop has to turn before it is said to be late."""
 PAUSE_S: Final = 0.1
@@ -71,19 +89,21 @@ class _Asker:
         self.sock = sock
         self.handshake = ServerHandshake(token, purpose=PURPOSE)
         self.said = memoryview(b"")
+        self.thinking = False
+        """Whether a thread finds the answer."""
         self.until_s = monotonic() + PROOF_LIMIT_S
 
-    def step(self, answer: Callable[[bytes], bytes]) -> bool:
+    def step(self, answer: Callable[[_Asker, bytes], None]) -> bool:
         """Take what has come, and say what can be said. Returns whether to go on."""
         try:
             if not self.said:
                 data = self.sock.recv(MAX_HANDSHAKE_BYTES)
-                if not data:
+                if not data or self.thinking:
                     return False
                 self.say(self.handshake.receive(data))
                 if self.handshake.done:
                     self.until_s = monotonic() + ANSWER_LIMIT_S
-                    self.say(answer(self.handshake.context))
+                    answer(self, self.handshake.context)
             self.said = self.said[self.sock.send(self.said) :]
         except (BlockingIOError, InterruptedError):
             return True
@@ -91,7 +111,7 @@ class _Asker:
             with contextlib.suppress(OSError):
                 self.sock.send(error.farewell)
             return False
-        return bool(self.said) or not self.handshake.done
+        return bool(self.said) or self.thinking or not self.handshake.done
 
     def say(self, data: bytes) -> None:
         self.said = memoryview(bytes(self.said) + data)
@@ -112,6 +132,8 @@ class Endpoint:
         self._askers: list[_Asker] = []
         self._turns: dict[asyncio.AbstractEventLoop, _Turn] = {}
         self._wake, self._woken = socket.socketpair()
+        self._found: deque[tuple[_Asker, bytes]] = deque()
+        """Answers that threads have found."""
         self._closing = False
         close_in_forked_child(self)
         self._thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
@@ -158,6 +180,12 @@ class Endpoint:
             poll.register(descriptor, select.POLLOUT if asker.said else select.POLLIN)
         until_s = [asker.until_s for asker in self._askers] + ([monotonic() + pause_s] if pause_s else [])
         ready = poll.poll(1000 * max(0.0, min(until_s) - monotonic()) if until_s else None)
+        if (self._woken.fileno(), select.POLLIN) in ready:
+            self._woken.recv(MAX_ASKERS)
+        while self._found:
+            asker, found = self._found.popleft()
+            asker.thinking = False
+            asker.say(found)
         for descriptor, _ in ready:
             if descriptor in asking:
                 self._go_on_with(asking[descriptor])
@@ -193,22 +221,40 @@ class Endpoint:
         self._askers.remove(asker)
         asker.sock.close()
 
-    def _answer(self, question: bytes) -> bytes:
-        try:
-            found: Any
-            if question.startswith(STOPPED):
-                found = is_stopped(int(question[len(STOPPED) :]))
-            else:
-                found = self._documents(question)
-            said = json.dumps(found, separators=(",", ":")).encode()
-        except Exception as error:  # whatever it is, it is no reason to answer nobody any more
-            info("cannot say what this process does: %r", error)
-            said = b"[]"
-        return LENGTH.pack(len(said)) + said
+    def _answer(self, asker: _Asker, question: bytes) -> None:
+        found = _tried(lambda: self._find(question))
+        if not callable(found):
+            asker.say(_packed(found))
+            return
 
-    def _documents(self, question: bytes) -> list[dict[str, Any]]:
-        parts = {"under_way": question in (NOW, WAITS), "with_tasks": question != NOW}
+        def find() -> None:
+            self._found.append((asker, _packed(_tried(found))))
+            with contextlib.suppress(OSError):  # it is closed
+                self._wake.send(b"!")
+
+        asker.thinking = True
+        threading.Thread(target=find, name=THREAD, daemon=True).start()
+
+    def _find(self, question: bytes) -> Any:
+        """The answer, or what finds it in a thread."""
+        if question.startswith(STOPPED):
+            return is_stopped(int(question[len(STOPPED) :]))
+        if question.startswith(SAMPLE):
+            return bytes(min(int(question[len(SAMPLE) :]), SAMPLE_BYTES))
         worlds = [(facts, group) for facts in list(RECORDER.worlds) if (group := facts.group()) is not None]
+        documents = self._documents(NOW if question.startswith(SPEED) else question, worlds)
+        if not question.startswith((NETWORK, SPEED)):
+            return documents
+
+        def look() -> list[dict[str, Any]]:
+            with ThreadPoolExecutor(len(worlds) or 1) as threads:
+                networks = threads.map(lambda world: world[1].network(question), worlds)
+                return [one | {"network": network} for one, network in zip(documents, networks, strict=True)]
+
+        return look
+
+    def _documents(self, question: bytes, worlds: Sequence[tuple[GroupFacts, Recorded]]) -> list[dict[str, Any]]:
+        parts = {"under_way": question in (NOW, WAITS), "with_tasks": question != NOW}
         loops = {group.loop for _, group in worlds}
         now_s = monotonic()
         self._turns = {loop: self._turns.get(loop) or _Turn(loop, now_s) for loop in loops}
@@ -224,6 +270,24 @@ class Endpoint:
             described["world"] = {"id": f"{facts.group_id:016x}", "name": facts.name, "size": len(facts.ranks)}
             found.append(described)
         return found
+
+
+def extra_s(question: bytes) -> float:
+    """How long a process may take to find out what it is asked."""
+    return SAMPLE_S if question.startswith((SAMPLE, SPEED)) else DIAL_S if question.startswith(NETWORK) else 0.0
+
+
+def _tried(find: Callable[[], Any]) -> Any:
+    try:
+        return find()
+    except Exception as error:  # whatever it is, it is no reason to answer nobody any more
+        info("cannot say what this process does: %r", error)
+        return []
+
+
+def _packed(found: Any) -> bytes:
+    said = found if isinstance(found, bytes) else json.dumps(found, separators=(",", ":")).encode()
+    return LENGTH.pack(len(said)) + said
 
 
 class _Turn:

@@ -56,6 +56,21 @@ _OPTIONAL: Final[Mapping[str, type | tuple[type, ...]]] = {
     "ended": (int, float),
 }
 
+_NETWORK: Final[Mapping[str, Any]] = {
+    **dict.fromkeys(("host_id?", "transport?", "ports?", "error?"), str),
+    "bytes_per_s?": (int, float),
+    "listens?": [{"ip": str, "port": int}],
+    "interfaces?": [{"name": str, "ip": str}],
+    "peers?": [
+        {
+            **dict.fromkeys(("rank", "sent", "received"), int),
+            **dict.fromkeys(("why", "state", "over", "last_error"), str),
+            "dials": [{"to": str, "rtt_s?": (int, float), "error?": str}],
+        }
+    ],
+}
+"""Of `world.network`; `?` marks what may be missing."""
+
 
 class Job:
     """The documents of all ranks, by global rank; that of a rank which says nothing has its `state`.
@@ -132,7 +147,20 @@ def checked(document: object) -> Document:
         document[name] = {key: place for key, place in document[name].items() if _is_place(place)}
     for name in ("threads", "tasks"):
         document[name] = {key: lines for key, lines in document[name].items() if _are_lines(lines)}
+    if not _fits(document.get("network", {}), _NETWORK):
+        del document["network"]
     return document
+
+
+def _fits(value: object, shape: Any) -> bool:
+    if isinstance(shape, dict):
+        return isinstance(value, dict) and all(
+            _fits(value[name.rstrip("?")], kind) if name.rstrip("?") in value else name.endswith("?")
+            for name, kind in shape.items()
+        )
+    if isinstance(shape, list):
+        return isinstance(value, list) and all(_fits(one, shape[0]) for one in value)
+    return is_a(value, shape)
 
 
 def is_send(message: Document) -> bool:

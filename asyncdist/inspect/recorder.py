@@ -82,6 +82,9 @@ class Recorded(Protocol):
     def stopped(self, rank: int) -> bool:
         """Whether the process of global rank `rank` is known to be stopped, by a signal or by a debugger."""
 
+    def network(self, question: bytes) -> dict[str, Any]:
+        """What `endpoint.NETWORK` asks for. It takes seconds, and is called from a thread of its own."""
+
 
 class GroupFacts:
     """What entries know of their group; it does not keep the group alive."""

@@ -12,6 +12,7 @@ from asyncdist.transport.addresses import Endpoint, PeerAddress, host_id
 from asyncdist.transport.base_mesh import BaseMesh, MeshOwner
 from asyncdist.transport.config import LATE_S, TransportConfig
 from asyncdist.transport.connections.connection import LoopbackConnection
+from asyncdist.transport.connections.dialer import Target, choose_targets
 from asyncdist.transport.connections.handshake import Handshake
 from asyncdist.transport.connections.link import Link, LinkState
 from asyncdist.transport.connections.listener import Listener
@@ -87,6 +88,11 @@ class Mesh(BaseMesh):
         self._loopback: LoopbackConnection | None = None
         self._unresolved: list[int] = []
         self._resolve_turn: asyncio.Handle | None = None
+
+    @property
+    def config(self) -> TransportConfig:
+        """How it connects."""
+        return self._context.config
 
     async def listen(
         self, ips: Sequence[str] = ("127.0.0.1",), advertised: Sequence[Endpoint] = (), *, accept: bool = True
@@ -171,6 +177,19 @@ class Mesh(BaseMesh):
         if rank == self.rank or link is None:
             return f"rank {rank}: {'itself' if rank == self.rank else LinkState.IDLE.value}"
         return f"rank {rank}: {link.label or link.state.value}" + (f" ({link.state.value})" if link.ended else "")
+
+    def targets(self, address: PeerAddress) -> tuple[list[Target], str]:
+        """Where the rank that listens at `address` is dialed, in turn; and if nowhere, why."""
+        context = self._context
+        return choose_targets(context.host_id, address, context.config, context.ips)
+
+    def link_facts(self, rank: int) -> dict[str, Any]:
+        """How it stands with the connection to `rank`, as JSON has it. Any thread may ask."""
+        link = self._links.get(rank)
+        over, (sent, received) = ("", (0, 0)) if link is None else (link.label, link.bytes_moved())
+        state = LinkState.IDLE if link is None else link.state
+        last_error = "" if link is None else link.last_error
+        return {"state": state.value, "over": over, "sent": sent, "received": received, "last_error": last_error}
 
     def statistics(self) -> dict[str, Any]:
         """Counts since the start: peers by state, bytes on open connections, refused connections, open sockets."""

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
 from asyncdist.concurrency import trace as events
-from asyncdist.errors import DistStoreError
+from asyncdist.errors import DistStoreError, RemoteProtocolError
 from asyncdist.inspect.ask import EndpointAddress
 from asyncdist.inspect.endpoint import Endpoint, name_of
 from asyncdist.inspect.job import MAX_RANKS
 from asyncdist.store import Store
-from asyncdist.transport.addresses import LocalAddress
+from asyncdist.transport.addresses import LocalAddress, PeerAddress
 from asyncdist.transport.config import TransportConfig
 from asyncdist.transport.listening import listen_tcp, listen_unix
 from asyncdist.transport.socket_dir import path_of
@@ -127,6 +127,8 @@ class FoundWorld:
     formed: bool
     """Whether its ranks have stopped waiting for each other to join."""
     endpoints: dict[int, EndpointAddress] = field(default_factory=dict)
+    addresses: dict[int, PeerAddress] = field(default_factory=dict)
+    """Where the others dial them."""
     ended: dict[int, str] = field(default_factory=dict)
     """Ranks that have `left`, or are `gone`: their connection to the store has ended."""
 
@@ -157,7 +159,11 @@ async def worlds_of(store: Store, environ: Mapping[str, str] = os.environ) -> li
         world = worlds[name]
         if rank >= world.size:
             continue
-        world.endpoints[rank] = endpoint_of(_record(packed), environ)
+        info = _record(packed)
+        world.endpoints[rank] = endpoint_of(info, environ)
+        if isinstance(address := info.get("address"), bytes):
+            with contextlib.suppress(RemoteProtocolError):
+                world.addresses[rank] = PeerAddress.from_bytes(address)
         if f"{prefix}left/{rank}" in keys:
             world.ended[rank] = "left"
         elif leases and f"{prefix}here/{rank}" not in keys:

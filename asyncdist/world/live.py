@@ -17,17 +17,20 @@ from typing import Any, Final
 
 from asyncdist.concurrency.trace import info
 from asyncdist.inspect.ask import MAX_ANSWERS_BYTES, Answer, EndpointAddress, ask_all, endpoints_here, silent_rank
-from asyncdist.inspect.endpoint import ALL, WAITS, name_of
+from asyncdist.inspect.endpoint import ALL, NETWORK, SPEED, SPEEDS, WAITS, name_of
 from asyncdist.inspect.job import Document, Job
 from asyncdist.inspect.why import AFTER_S, Why
 from asyncdist.launch.rendezvous.job_store import LAUNCHERS_NAMESPACE
 from asyncdist.store import TCPStore
 from asyncdist.world.inspection import FoundWorld, endpoint_of, worlds_of
+from asyncdist.world.network import advertised
 
 MAX_JOBS: Final = 64
 """Namespaces of a store that are looked at where none is named."""
 MOST_RANKS: Final = 16
 """Ranks that a rank asks, about one operation: all may ask at that moment."""
+ROUNDS: Final = 32
+"""Of measuring: some seconds on a network of 100 Mbit/s."""
 NOBODY: Final = EndpointAddress("", 0)
 
 
@@ -62,7 +65,34 @@ async def asked_by_store(
     known = [world for world in await worlds_of(store) if group in ("", world.name)]
     endpoints = [endpoint for world in known for endpoint in world.endpoints.values()]
     answers = await ask_all(endpoints, store.dialer.token, question, most_bytes=most_bytes)
-    return [_world(job, world, answers) for world in known]
+    found = [_world(job, world, answers) for world in known]
+    for world, live in zip(known, found, strict=True):
+        for rank, address in world.addresses.items() if question in (NETWORK, SPEEDS) else ():
+            live.documents[rank].setdefault("network", advertised(address))
+        if question == SPEEDS:
+            await measure_speeds(live, world.endpoints, store.dialer.token)
+    return found
+
+
+async def measure_speeds(world: LiveWorld, endpoints: Mapping[int, EndpointAddress], token: str | None) -> None:
+    """Have a rank of each host fetch a sample from one of each other host: `speeds` of its `network`, by that rank.
+
+    In each of the `ROUNDS` a host sends to one other, and receives from one. Of many hosts not all pairs have theirs.
+    """
+    hosts: dict[str, int] = {}
+    for rank, document in world.documents.items():
+        look = document.get("network", {})
+        if "peers" in look and rank in endpoints and endpoints[rank].tcp:
+            hosts.setdefault(look.get("host_id", ""), rank)
+    ranks = list(hosts.values())
+    for shift in range(1, min(len(ranks), ROUNDS + 1)):
+        pairs = list(zip(ranks, ranks[shift:] + ranks[:shift], strict=True))
+        questions = [SPEED + b"%s %d" % (ip.encode(), port) for _, r in pairs for ip, port in endpoints[r].tcp[:1]]
+        asked = (ask_all([endpoints[rank]], token, text) for (rank, _), text in zip(pairs, questions, strict=True))
+        for (rank, other), answers in zip(pairs, await asyncio.gather(*asked), strict=True):
+            for one in answers[endpoints[rank]].documents:
+                if one["rank"] == rank and one["world"]["name"] == world.name:
+                    world.documents[rank]["network"].setdefault("speeds", {})[other] = one.get("network", {})
 
 
 def _world(job: str, known: FoundWorld, answers: Mapping[EndpointAddress, Answer]) -> LiveWorld:

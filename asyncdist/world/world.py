@@ -19,6 +19,7 @@ from asyncdist.concurrency import trace as events
 from asyncdist.concurrency.loop import close_in_forked_child, place_of
 from asyncdist.errors import CollectiveMismatchError, DistError, PeerLostError, RemoteProtocolError
 from asyncdist.plan.selection.tuning import DEFAULT_TUNING
+from asyncdist.transport.addresses import PeerAddress
 from asyncdist.transport.base_mesh import BaseMesh
 from asyncdist.transport.context import Absence
 from asyncdist.world.address_book import AddressBook, children_of, parent_of
@@ -261,11 +262,15 @@ class World:
                 self._store_in_doubt = True  # it may be there as well
                 self._rendezvous.hurry()
 
-    def _host_of(self, rank: int) -> str | None:
+    def address_of(self, rank: int) -> PeerAddress | None:
+        """Where a rank listens, as far as this one knows."""
         with contextlib.suppress(RemoteProtocolError):
-            address = self._rendezvous.book.get(rank)
-            return None if address is None else address.host_id
+            return self._rendezvous.book.get(rank)
         return None
+
+    def _host_of(self, rank: int) -> str | None:
+        address = self.address_of(rank)
+        return None if address is None else address.host_id
 
     def _stop_watching(self) -> None:
         self.clocks.stop()

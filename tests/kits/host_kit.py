@@ -281,6 +281,18 @@ class Namespaces(Hosts):
             rule = ["iptables", "-A", chain, side, f"eth{network}", "-j", "DROP"]
             _run("ip", "netns", "exec", f"{self.prefix}-{name}", *rule)
 
+    def close_ports(self, name: str, source: str, ports: str) -> None:
+        """Have a host drop, without a word, what another one sends to its TCP ports, such as `20000:20009`."""
+        self.address(name)
+        rule = ["iptables", "-A", "INPUT", "-s", self.address(source), "-p", "tcp", "--dport", ports, "-j", "DROP"]
+        _run(*self.inside(name, *rule))
+
+    def say(self, name: str, *arguments: str, **environ: str) -> str:
+        """What `asyncdist` says with `arguments` on a host, beside what runs there."""
+        environ = clean_environment(ASYNCDIST_TOKEN=TOKEN, COLUMNS="200", **environ)
+        command = self.inside(name, sys.executable, "-m", "asyncdist", *arguments)
+        return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=PATIENCE_S).stdout
+
     def shared_folder(self, mode: int) -> str:
         self._shared = Path(tempfile.mkdtemp(prefix=f"{PREFIX}-"))  # pytest's folders are too long for sockets
         self._shared.chmod(mode)

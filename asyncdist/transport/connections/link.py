@@ -154,6 +154,12 @@ class Link:
         if self._connection is not None:
             self._connection.forget()
 
+    @property
+    def last_error(self) -> str:
+        """Why the last attempt of the dial under way failed; empty if none did."""
+        dialer = self._dialer
+        return "" if dialer is None or dialer.last_error is None else str(dialer.last_error)
+
     def bytes_moved(self) -> tuple[int, int]:
         """Bytes sent and received so far on the open connection."""
         connection = self._connection

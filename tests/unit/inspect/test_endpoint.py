@@ -13,13 +13,26 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any, cast
 
 import pytest
 
 from asyncdist.inspect import endpoint as module
-from asyncdist.inspect.ask import Answer, EndpointAddress, ask_all
+from asyncdist.inspect.ask import Answer, EndpointAddress, _ask, _Budget, ask_all, speed_of
 from asyncdist.inspect.dumps import document
-from asyncdist.inspect.endpoint import ALL, MAX_ASKERS, MAX_HALF_OPEN, NAME, THREAD, Endpoint
+from asyncdist.inspect.endpoint import (
+    ALL,
+    MAX_ASKERS,
+    MAX_HALF_OPEN,
+    NAME,
+    NETWORK,
+    SAMPLE,
+    SAMPLE_BYTES,
+    SPEED,
+    THREAD,
+    Endpoint,
+)
+from asyncdist.inspect.recorder import RECORDER, GroupFacts
 from asyncdist.transport.listening import listen_tcp, listen_unix
 from asyncdist_server.wire.auth import new_token
 
@@ -95,7 +108,7 @@ async def test_strangers_that_prove_nothing_keep_nobody_out(monkeypatch: pytest.
 async def test_many_ask_at_once_also_for_long_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = {"host": HERE, "pid": 1, "job": "", "loop_turns": True, "loop_late": 0.0, "program": ["x" * 1_000_000]}
     documents = [document(0, "") | facts | {"world": {"id": "0", "name": "default", "size": 1}}]
-    monkeypatch.setattr(Endpoint, "_documents", lambda self, question: documents)
+    monkeypatch.setattr(Endpoint, "_documents", lambda self, question, worlds: documents)
     with serving() as endpoints:
         answers = await asyncio.gather(*(asked(endpoints[i % 2], TOKEN, limit_s=20) for i in range(2 * MAX_ASKERS)))
     programs = [one["program"] for answer in answers for one in answer.documents]
@@ -105,7 +118,7 @@ async def test_many_ask_at_once_also_for_long_answers(monkeypatch: pytest.Monkey
 async def test_all_answers_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = {"host": HERE, "pid": 1, "job": "", "loop_turns": True, "loop_late": 0.0, "program": "x" * 1_000_000}
     documents = [document(0, "") | facts | {"world": {"id": "0", "name": "default", "size": 1}}]
-    monkeypatch.setattr(Endpoint, "_documents", lambda self, question: documents)
+    monkeypatch.setattr(Endpoint, "_documents", lambda self, question, worlds: documents)
     with serving() as endpoints:
         answers = await ask_all(endpoints, TOKEN, limit_s=5, most_bytes=1_500_000)
     assert sorted(len(answer.documents) for answer in answers.values()) == [0, 1]
@@ -113,7 +126,7 @@ async def test_all_answers_together_are_bounded(monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_what_cannot_be_said_does_not_end_the_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Endpoint, question: bytes) -> None:
+    def fail(self: Endpoint, question: bytes, worlds: object) -> None:
         raise RuntimeError("planted")
 
     with serving() as (unix, _):
@@ -209,3 +222,50 @@ async def test_an_idle_endpoint_uses_no_processor_time() -> None:
         before_s = time.clock_gettime(clock)
         await asyncio.sleep(0.3)
         assert time.clock_gettime(clock) == before_s
+
+
+async def test_what_takes_seconds_keeps_nobody_waiting() -> None:
+    """A thread finds it, which may outlive the endpoint and whoever asked."""
+    begun, go_on = threading.Semaphore(0), threading.Event()
+
+    class Group:
+        loop = asyncio.get_running_loop()
+
+        def network(self, question: bytes) -> dict[str, object]:
+            begun.release()
+            go_on.wait(60)
+            return {"error": question.decode()}
+
+    group = Group()
+    facts = GroupFacts(0, 7, "default", (0,), cast(Any, group), {})
+    RECORDER.worlds.append(facts)
+    try:
+        with serving() as (unix, tcp):
+            first = asyncio.create_task(asked(tcp, TOKEN, SPEED + b"10.0.0.1 7", limit_s=60))
+            assert await asyncio.to_thread(begun.acquire, timeout=60)
+            gone = await asked(unix, TOKEN, NETWORK, limit_s=0.3)
+            assert gone.state == "silent"
+            assert [one["rank"] for one in (await asked(unix, TOKEN, limit_s=60)).documents] == [0]
+            go_on.set()
+            assert [one["network"] for one in (await first).documents] == [{"error": "speed 10.0.0.1 7"}]
+            go_on.clear()
+            last = asyncio.create_task(asked(tcp, TOKEN, NETWORK, limit_s=60))
+            assert await asyncio.to_thread(begun.acquire, timeout=60)
+            assert await asyncio.to_thread(begun.acquire, timeout=60)
+        assert (await last).state == "gone"
+        go_on.set()
+    finally:
+        go_on.set()
+        RECORDER.worlds.remove(facts)
+
+
+async def test_a_sample_is_bounded_and_a_number() -> None:
+    with serving() as (unix, tcp):
+        speed = await speed_of(tcp, TOKEN)
+        assert speed["bytes_per_s"] > 0
+        assert "tokens" in (await speed_of(tcp, new_token()))["error"]
+        budget = _Budget(1 << 30)
+        assert len(cast(bytes, await _ask(tcp, TOKEN, SAMPLE + b"1" * 20, 60, budget))) == SAMPLE_BYTES
+        for odd in (b"", b"-1", b"x", b"1" * 400):
+            await _ask(tcp, TOKEN, SAMPLE + odd, 60, budget)
+        assert await asked(unix, TOKEN) == Answer([])
