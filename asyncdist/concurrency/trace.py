@@ -76,6 +76,11 @@ def info(message: str, *args: object) -> None:
     _logger.info(message, *args)
 
 
+def shows_info() -> bool:
+    """Whether such lines are shown: ask before finding out what is for them alone."""
+    return _logger.isEnabledFor(logging.INFO)
+
+
 def warn(message: str, *args: object) -> None:
     """Log one line about something that is not as it should be, and is done without (always shown)."""
     _logger.warning(message, *args)

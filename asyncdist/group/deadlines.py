@@ -20,7 +20,7 @@ from asyncdist.collectives.backend import CollectiveWork, WorkKey
 from asyncdist.concurrency.tasks import start_task
 from asyncdist.concurrency.trace import warn
 from asyncdist.errors import CollectiveTimeoutError
-from asyncdist.inspect.dumps import site_of, slow_s_from_environ
+from asyncdist.inspect.dumps import line_of, slow_s_from_environ
 from asyncdist.transport.config import LATE_S
 from asyncdist.world.control import Probe, Status
 from asyncdist.world.world import ABSENCES, ISSUED, NOT_CALLED, World
@@ -51,8 +51,6 @@ be asked about at a moment of its own."""
 
 SLOW_NAMED: Final = 16
 """Ranks that the line of the log on a slow operation names."""
-SLOW_ASKED: Final = 4
-"""Of these, ranks that are asked at which line they are: each rank asks only whom it waits for, however many wait."""
 SILENT: Final = "no answer"
 STOPPED: Final = "no answer: its process is stopped, by SIGSTOP or a debugger"
 """That of a rank which shares memory with this one, or whose launcher says so."""
@@ -225,11 +223,11 @@ class Deadlines:
     async def _ask_and_tell(self, work: CollectiveWork, age_s: float, silent: Mapping[int, str]) -> None:
         does: dict[int, str] = {}
         try:
-            does = await self._world.doing(list(silent)[:SLOW_ASKED])
+            does = await self._world.doing(list(silent))
         finally:
             whys = {rank: self._late.get(work.key, {}).get(rank, why) for rank, why in silent.items()}
             whys |= {rank: f"{whys[rank]}: {what}" for rank, what in does.items()}
-            site = "" if work.entry is None else site_of(work.entry)
+            site = "" if work.entry is None else line_of(work.entry)
             more = f"; called at {site}" if site else ""
             warn("%s: waits for %.0f s%s%s", work.where, age_s, f" for {_spelled(whys)}" if whys else "", more)
 

@@ -21,7 +21,8 @@ from asyncdist.arrays.objects import GPU_META
 from asyncdist.concurrency.deadline import Timeout, timeout_seconds
 from asyncdist.concurrency.integers import as_int
 from asyncdist.concurrency.loop import place_of
-from asyncdist.concurrency.trace import info, warn
+from asyncdist.concurrency.tasks import start_task
+from asyncdist.concurrency.trace import info, shows_info, warn
 from asyncdist.errors import DistError, GroupAbortedError
 from asyncdist.group.abort_reasons import explain
 from asyncdist.group.membership import ClosedMembers
@@ -122,6 +123,8 @@ class Pairs:
         self._seen: weakref.WeakSet[PairWork] = weakref.WeakSet()
         """Those that were under way when last looked for slow ones."""
         self._told: weakref.WeakSet[PairWork] = weakref.WeakSet()
+        self._doing = world.doing
+        self._telling: asyncio.Task[None] | None = None
 
     def send(self, tensor: object, peer: int, tag: int, timeout: Timeout, *, abandon: bool) -> PairWork:
         """Issue a send of `tensor` to `peer`. `abandon`: whether cancelling the last waiter withdraws it."""
@@ -303,6 +306,8 @@ class Pairs:
     def _stop_asking(self) -> None:
         if self._slow_timer is not None:
             self._slow_timer.cancel()
+        if self._telling is not None:
+            self._telling.cancel()
         if self.closed_members is not None:
             self.closed_members.stop()
 
@@ -401,14 +406,29 @@ class Pairs:
         """Say once in the log which messages were under way all the time since the last look, or since before it."""
         self._slow_timer = None
         slow = [work for work in self._works if work in self._seen and work not in self._told]
-        for work in slow[:FORGOTTEN_NAMED]:
-            site = "" if work.entry is None else site_of(work.entry)
-            say = info if isinstance(work, RecvWork) else warn  # a server may wait for its clients for long
-            say("%s: waits for at least %g s%s", work.where, self._slow_s, f"; called at {site}" if site else "")
+        if slow:
+            telling = self._tell_slow(slow[:FORGOTTEN_NAMED])
+            self._telling = start_task(self._loop, telling, name="asks whom messages wait for")
         self._told.update(slow)
         self._seen = weakref.WeakSet(self._works)
         if len(self._told) < len(self._works):
             self._slow_timer = self._loop.call_later(self._slow_s, self._look_for_slow)
+
+    async def _tell_slow(self, slow: Sequence[PairWork]) -> None:
+        """Say in the log whom these wait for and, of those that are shown, what the other rank does."""
+        says = {
+            work: info if isinstance(work, RecvWork) else warn for work in slow
+        }  # a server may wait long for clients
+        shown = [work.peer for work, say in says.items() if work.peer != ANY_SOURCE and (say is warn or shows_info())]
+        does: dict[int, str] = {}
+        try:
+            does = await self._doing(list(dict.fromkeys(shown)))
+        finally:
+            for work, say in says.items():
+                what = f" for rank {work.peer}: {does[work.peer]}" if work.peer in does else ""
+                site = "" if work.entry is None else site_of(work.entry)
+                at = f"; called at {site}" if site else ""
+                say("%s: waits for at least %g s%s%s", work.where, self._slow_s, what, at)
 
     def _key(self, tag: int) -> bytes:
         key = self._keys.get(tag)

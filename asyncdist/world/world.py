@@ -82,6 +82,8 @@ LEAVE_LIMIT_S: Final = 5.0
 """How long saying goodbye to peers may take."""
 DOING_S: Final = 1.5
 """How long the store and the ranks may take, together, to say what ranks do."""
+DOING_ASKED: Final = 4
+"""Ranks that are asked what they do: each rank asks only whom it waits for, however many wait."""
 WHY_S: Final = 0.4
 """The same for what an error says, which is not to come late."""
 ALL_ASKED: Final = 8
@@ -232,12 +234,13 @@ class World:
         return self.inspection is not None and not getattr(self.loop, "virtual_time", False)
 
     async def doing(self, ranks: Sequence[int]) -> dict[int, str]:
-        """What these ranks do, of those that say so within `DOING_S`: `it sleeps in time.sleep at train.py:7 (load)`.
+        """What the first few of these do, of those that say so in time: `it sleeps in time.sleep at train.py:7 (load)`.
 
         Never raises but CancelledError.
         """
-        look = await self._look(ranks, DOING_S)
-        return {} if look is None else {one: look.doing(one) for one in ranks if one not in look.job.missing}
+        asked = ranks[:DOING_ASKED]
+        look = await self._look(asked, DOING_S)
+        return {} if look is None else {one: look.doing(one) for one in asked if one not in look.job.missing}
 
     async def why(self, ranks: Sequence[int], about: Mapping[str, Any]) -> str:
         """Why the operation `about`, which waits for `ranks`, does not end: what `asyncdist why` says of it.

@@ -23,13 +23,13 @@ from asyncdist.world.rendezvous import Rendezvous
 PROGRAM = Path(hang_programs.__file__)
 
 
-def first_line(name: str, environ: dict[str, str]) -> str:
+def first_line(name: str, environ: dict[str, str], operation: str = "all_reduce") -> str:
     """What rank 0 logs on its slow operation in that program."""
     run = f"sys.argv = ['', {name!r}]\nimport runpy; runpy.run_path({str(PROGRAM)!r}, run_name='__main__')"
     ranks = start_ranks(run, 3, {"ASYNCDIST_SLOW_S": "0.7", **environ})
     try:
         assert ranks[0].stderr is not None
-        return next(line for line in ranks[0].stderr if "waits for" in line and "all_reduce" in line)
+        return next(line for line in ranks[0].stderr if "waits for" in line and operation in line)
     finally:
         for rank in ranks:
             rank.kill()
@@ -42,7 +42,7 @@ def first_line(name: str, environ: dict[str, str]) -> str:
     [
         ("sleeps", {}, "for rank 1 (nothing came from there: it sleeps in time.sleep at {line} (sleeps))"),
         ("never_calls", {}, "for rank 2 (not called there: it sleeps in asyncio.sleep at {line} (never_calls))"),
-        ("sleeps", {"ASYNCDIST_INSPECT": "off"}, "for rank 1 (nothing came from there)\n"),
+        ("sleeps", {"ASYNCDIST_INSPECT": "off"}, "for rank 1 (nothing came from there); called at {program}"),
     ],
     ids=["its loop is blocked", "its loop turns", "nobody answers"],
 )
@@ -51,7 +51,16 @@ def test_a_slow_operation_names_the_line_of_the_rank_it_waits_for(
 ) -> None:
     lines = PROGRAM.read_text().splitlines()
     (culprit,) = (number for number, line in enumerate(lines, 1) if f"# {name}: culprit" in line)
-    assert found.format(line=f"{PROGRAM.name}:{culprit}") in first_line(name, environ)
+    assert found.format(line=f"{PROGRAM.name}:{culprit}", program=PROGRAM) in first_line(name, environ)
+
+
+@pytest.mark.slow("three processes, and a message that waits for a second")
+def test_a_slow_message_names_the_line_of_the_other_rank() -> None:
+    lines = PROGRAM.read_text().splitlines()
+    (sends,) = (number for number, line in enumerate(lines, 1) if "# sends_that_cross: rank" in line)
+    said = first_line("sends_that_cross", {}, "send (rank 1)")
+    waits = f"for rank 1: it waits in send of 32 MiB to rank 0 at {PROGRAM.name}:{sends}\n"
+    assert said.endswith(f"waits for at least 0.7 s {waits}")
 
 
 @pytest.mark.parametrize("away", ["it raises", "it is silent"])
