@@ -232,16 +232,22 @@ def write(path: Path, found: Mapping[str, Any]) -> None:
         raise
 
 
+def folder_of(environ: Mapping[str, str]) -> Path | None:
+    """Where ranks write dumps by themselves; None where they do not."""
+    folder = environ.get(DIRECTORY, "").strip()
+    job = re.sub(r"[^\w.-]", "_", environ.get("ASYNCDIST_JOB_ID", "")).strip(".")
+    return Path(folder, job) if folder else None
+
+
 def dump_failure(rank: int, reason: str, environ: Mapping[str, str] = os.environ) -> None:
     """Write a dump where ASYNCDIST_DUMP_DIR says so. Never raises: what has failed is worse.
 
     Those of a launched job are in a folder for each attempt.
     """
-    folder = environ.get(DIRECTORY, "").strip()
-    if not folder:
+    folder = folder_of(environ)
+    if folder is None:
         return
-    job = re.sub(r"[^\w.-]", "_", environ.get("ASYNCDIST_JOB_ID", "")).strip(".")
-    first = Path(folder, job, f"rank_{rank}.json")
+    first = folder / f"rank_{rank}.json"
     number = _written[first] = _written.get(first, -1) + 1
     if number < DUMPS_KEPT:
         path = first if not number else first.with_suffix(f".{number}.json")

@@ -34,8 +34,10 @@ COMPUTING: Final = 0.02
 NAMED: Final = 4
 """Ranks that a sentence tells of one by one."""
 
-HANGS: Final = frozenset({"mismatch", "lost", "left", "tag", "deadlock", "key", "late", "unheard"})
-"""Kinds of verdicts on operations that do not end."""
+SEEN: Final = frozenset({"mismatch", "lost", "left"})
+"""Kinds of verdicts that other ranks have seen the reason of."""
+HANGS: Final = frozenset({"tag", "deadlock", "key", "late", "unheard"})
+"""Kinds of verdicts on what ranks do, or do not."""
 
 _SAME: Final = ("collective", "root", "op", "dtype", "counts")
 """What all ranks must give alike; the last three where a rank has found a difference."""
@@ -95,10 +97,10 @@ class Why:
         return Verdict("healthy", f"{text[0].upper()}{text[1:]}.")
 
     def hang(self) -> str:
-        """The verdict's sentence, if something waits and all is known of the ranks that it names; else nothing."""
+        """The verdict's sentence, if something waits and enough is known of the ranks that it names; else nothing."""
         found = self.verdict()
         known = all(self.job.missing.get(rank, "stopped") in ("stopped", "gone") for rank in found.ranks)
-        return found.sentence if known and found.kind in HANGS else ""
+        return found.sentence if found.kind in SEEN or (known and found.kind in HANGS) else ""
 
     # What went wrong.
 

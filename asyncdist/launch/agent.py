@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, closing, contextmanager
 from functools import partial
@@ -37,6 +38,9 @@ _OUTPUT_CLOSE_TIMEOUT_S: Final = 2.0
 
 _SHOWN_RANKS: Final = 8
 """More ranks than this are counted, and not named: a long line is not read to its end."""
+
+_MAX_DUMPS: Final = 64
+"""More dumps than this are left to `asyncdist why`: to read one takes some 10 ms."""
 
 _PROMPT_S: Final = 1.0
 """Workers that obey a signal have ended within this; the launcher tells of the others."""
@@ -93,6 +97,8 @@ class NodeAgent:
         self._main: asyncio.Task[int] | None = None
         self._reported: Failure | None = None
         self._own: AttemptResult | None = None
+        self._worker_environ: Mapping[str, str] = {}
+        self._began_s = 0.0
         self._killer: OrphanKiller | None = None  # while this node takes part
         self._losses: Losses | None = None  # likewise, if there are other nodes
         self._metrics: NodeMetrics | None = None
@@ -203,6 +209,7 @@ class NodeAgent:
     def _new_attempt(self, number: int, place: NodePlace, on_failure: Callable[[Exit], None]) -> Attempt:
         """The workers of this node, not started yet; `number` counts attempts, or rounds."""
         self.logs.start_attempt(number)
+        self._began_s = time.time()
         if self._metrics is not None:
             first = place.roster.first_rank
             self._metrics.begin(range(first, first + place.roster.nproc))
@@ -225,6 +232,7 @@ class NodeAgent:
         environment = worker_environment(place, local_rank, attempt, self._config.max_restarts, self._environ)
         if self._config.dump_dir is not None:
             environment["ASYNCDIST_DUMP_DIR"] = self._config.dump_dir
+        self._worker_environ = environment
         if self._metrics is not None:
             environment["ASYNCDIST_METRICS"] = "1"
         stdout, stderr = self.logs.destinations(local_rank)
@@ -285,6 +293,8 @@ class NodeAgent:
             self._stderr.write(f"[rank {failure.rank}] ".encode() + line + b"\n")
         if failure.files:
             self.say(f"files of rank {failure.rank} on host {failure.host}: {failure.files}")
+        if said := _verdict(self._worker_environ, self._began_s):
+            self.say(said)
 
     def _on_ending_signal(self, signum: int) -> None:
         first = self._interrupted_by is None
@@ -311,6 +321,25 @@ class NodeAgent:
             ranks = self._attempt.pass_on(signum)
             outcome = f"passed on to {_named(ranks)}" if ranks else "no worker handles it, so none got it"
             self.say(f"{signal.Signals(signum).name}: {outcome}")
+
+
+def _verdict(environ: Mapping[str, str], since_s: float) -> str:
+    """What `asyncdist why` says of the dumps that this host's workers have written since then, and where they are."""
+    if not environ.get("ASYNCDIST_DUMP_DIR", "").strip():
+        return ""
+    from asyncdist.inspect.dumps import folder_of  # for jobs that have failed only
+    from asyncdist.inspect.job import Job
+    from asyncdist.inspect.why import Why
+
+    try:
+        folder = folder_of(environ)
+        if folder is None or sum(1 for _ in folder.glob("rank_*.json")) > _MAX_DUMPS:
+            return ""
+        written = [one for one in Job.read(folder).documents.values() if one.get("time", 0.0) >= since_s]
+        sentence = Why(Job(written)).hang()
+        return sentence and f"dumps in {folder} say: {sentence}"
+    except Exception:  # what is in files of workers is no reason to end otherwise
+        return ""
 
 
 def _shown(ranks: Sequence[int]) -> str:

@@ -33,7 +33,8 @@ dist.run(main())
 def test_a_lost_rank_makes_the_others_write_what_they_did(tmp_path: Path) -> None:
     script = write_script(tmp_path, SCRIPT)
     options = ["--nproc-per-node=2", "--rdzv-id=job", f"--dump-dir={tmp_path / 'dumps'}"]
-    assert run(*options, script, str(tmp_path), "fails").returncode == 3
+    ended = run(*options, script, str(tmp_path), "fails")
+    assert ended.returncode == 3
     (path,) = (tmp_path / "dumps").rglob("*.json")
     assert path.relative_to(tmp_path / "dumps") == Path("job.0/rank_0.json")
     document = json.loads(path.read_text())
@@ -41,6 +42,11 @@ def test_a_lost_rank_makes_the_others_write_what_they_did(tmp_path: Path) -> Non
     assert document["entries"][-1]["operation"] == "group aborted"
     waiting = [entry for entry in document["entries"] if entry["operation"] == "all_reduce"]
     assert [entry["site"] for entry in waiting] == [f"{script}:14"]
+    said = f"dumps in {path.parent} say: Rank 1 is lost: the connection was closed without a goodbye"
+    assert said in ended.stderr, ended.stderr
+    place = f"{Path(script).name}:14"
+    assert f"It had not called all_reduce #1 of group default, in which rank 0 waited at {place}." in ended.stderr
+    assert "dumps in" not in run(*options, "--no-python", "false").stderr  # they are of an earlier run of that name
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
