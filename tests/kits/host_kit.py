@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
@@ -187,6 +188,7 @@ class Namespaces(Hosts):
         super().__init__(folder, networks)
         self._store_options: Sequence[str] = ()
         self._shared: Path | None = None
+        self._machines: dict[str, list[str]] = {}
         self._switch = f"{self.prefix}-switch"
         try:
             _run("ip", "netns", "add", self._switch)
@@ -213,7 +215,15 @@ class Namespaces(Hosts):
 
     def inside(self, name: str, *command: str) -> list[str]:
         """The command that runs `command` on a host."""
-        return ["ip", "netns", "exec", f"{self.prefix}-{name}", *command]
+        return ["ip", "netns", "exec", f"{self.prefix}-{name}", *self._machines.get(name, ()), *command]
+
+    def own_machine(self, name: str, booted_s: int) -> None:
+        """Give a host a boot id, and clocks since boot that are `booted_s` seconds ahead of this machine's."""
+        boot_id = self._folder / f"{name}.boot_id"
+        boot_id.write_text(f"{uuid.uuid4()}\n")
+        clocks = ["unshare", "--time", f"--monotonic={booted_s}", f"--boottime={booted_s}", "--fork"]
+        mount = f'mount --bind {boot_id} /proc/sys/kernel/random/boot_id && exec "$0" "$@"'
+        self._machines[name] = [*clocks, "sh", "-c", mount]
 
     def start_command(self, name: str, command: Sequence[str], environ: dict[str, str]) -> None:
         """Start any program on a host, with this process's environment and `environ`."""
