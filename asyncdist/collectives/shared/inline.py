@@ -292,6 +292,8 @@ class InlineRecipe:
     """Whose payload this rank takes; None: everybody's, as everybody takes its own."""
     fold: Take | None = None
     """Reduces this rank's part of all vectors and puts out the result, for the others to take, where ranks do so."""
+    own_part: slice | None = None
+    """The elements that `fold` reduces: as no other rank takes our operand of them, they are not put out."""
     averages: bool = False
     spares: tuple[Array, Array] | None = None
     """For one element: numpy needs three times as long to reduce it in place as from one array into another."""
@@ -360,7 +362,12 @@ class InlineOperation:
         call = self.call
         blocks = call.inputs or call.outputs
         if len(blocks) == 1:
-            target[...] = blocks[0].elements
+            elements, own_part = blocks[0].elements, self.recipe.own_part
+            if own_part is None:
+                target[...] = elements
+            else:
+                target[: own_part.start] = elements[: own_part.start]
+                target[own_part.stop :] = elements[own_part.stop :]
             return
         start = 0
         for block in blocks:

@@ -67,6 +67,7 @@ def inline_of(
     recipe.averages = call.op is ReduceOp.AVG
     if collective == "all_reduce" and plan.algorithm == "shared":
         recipe.fold, recipe.take = _fold_part, _take_results
+        recipe.own_part = _part(call.outputs[0].elements, world, rank)
     if nbytes == call.dtype.itemsize:
         recipe.spares = np.empty(1, call.dtype), np.empty(1, call.dtype)
     if collective in _FROM_ROOT:
@@ -182,9 +183,12 @@ def _part(out: Array, world: int, rank: int) -> slice:
 def _fold_part(operation: InlineOperation) -> None:
     """All payloads are there: reduce our part, and put it out where no member takes our operand of it any more."""
     recipe, out, payloads = operation.recipe, operation.call.outputs[0].elements, operation.payloads
-    part = _part(out, len(payloads.operands), recipe.rank)
-    _fold(payloads.operands, part.start, out[part], recipe.kernel)
-    payloads.own[part] = out[part]
+    part = recipe.own_part
+    assert part is not None
+    operands = [*payloads.operands]
+    operands[recipe.rank] = out  # and not into it, as it may be a later operand
+    _fold(operands, part.start, payloads.own[part], recipe.kernel)
+    out[part] = payloads.own[part]
 
 
 def _reduce_scatter(operation: InlineOperation) -> None:

@@ -200,6 +200,29 @@ async def test_vectors_are_reduced_in_parts_of_which_each_rank_has_one(world: in
     await run_ranks(world, main)
 
 
+async def test_what_a_rank_reduces_itself_is_not_put_out() -> None:
+    issued = asyncio.Event()
+
+    async def main(group: Group) -> None:
+        choose(group, "all_reduce", "shared", 1)
+        await group.all_reduce(np.ones(9))
+        await group.barrier()
+        if group.rank:
+            await issued.wait()
+        work = group.all_reduce(x := np.full(9, group.rank + 1.0))
+        if not group.rank:
+            lane = lane_of(group)
+            assert lane is not None
+            operation = lane.inline.queue[0]
+            assert operation.recipe.own_part == slice(0, 3)
+            assert operation.payloads.own.tolist() == [0.0] * 3 + [1.0] * 6
+            issued.set()
+        await work
+        assert (x == WORLD * (WORLD + 1) / 2).all()
+
+    await run_ranks(WORLD, main)
+
+
 async def test_who_has_not_put_out_its_result_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has begun, and is busy; the others say whom they wait for, and go on once its result is there."""
     real = InlineQueue._results_ready
