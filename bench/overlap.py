@@ -195,7 +195,7 @@ CANDIDATES = (
     _candidate("thread", "CoroutineRank", {"progress": "thread"}, own=True),
     _candidate("loop", "CoroutineRank", {"progress": "loop"}, own=True),
 )
-SUBJECT = Subject("overlap", TITLE, (2,), cases, CANDIDATES)
+SUBJECT = Subject("overlap", TITLE, (2,), cases, CANDIDATES, budgeted=True)
 
 
 def summary(cells: Sequence[Cell]) -> list[tuple[str, ...]]:
