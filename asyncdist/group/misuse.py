@@ -20,7 +20,7 @@ import weakref
 from asyncio import AbstractEventLoop
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 from asyncdist.concurrency.trace import calling_frame
 from asyncdist.group.hooks import ISSUING_MESSAGES
@@ -159,6 +159,14 @@ TAGS_KEPT: Final = 1024
 """Tags whose last task is remembered: a program has a few tags, or uses each once, which never overlaps."""
 
 
+TaskRef: TypeAlias = Callable[[], asyncio.Task[Any] | None]
+"""A weak reference to a task, or `_no_task`."""
+
+
+def _no_task() -> None:
+    """What stands for the task of calls outside any, as of callbacks and of ordinary threads."""
+
+
 class _Owner(Protocol):
     _works: dict[tuple[int, int], Any]
     name: str
@@ -170,11 +178,11 @@ class OverlapWatch:
     def __init__(self, owner: _Owner, loop: asyncio.AbstractEventLoop) -> None:
         self._owner = owner
         self._loop = loop
-        self.last_task: dict[int, weakref.ref[asyncio.Task[Any]]] = {}
+        self.last_task: dict[int, TaskRef] = {}
         """By tag. The task that is here need not call `issue` again."""
         self._warned = False
 
-    def issue(self, tag: int, operation: str) -> weakref.ref[asyncio.Task[Any]] | None:
+    def issue(self, tag: int, operation: str) -> TaskRef:
         """The current task issues a collective of `tag`; warn once if another task's is under way. Returns the task."""
         task = asyncio.current_task(self._loop)
         last = self.last_task.get(tag)
@@ -184,12 +192,9 @@ class OverlapWatch:
                 return last
             if earlier is not None and any(work_tag == tag for work_tag, _ in self._owner._works):
                 self._warn(tag, operation, earlier)
-        if task is None:  # a callback, such as those in which another thread's gradients come: no task to compare with
-            self.last_task.pop(tag, None)
-            return None
         if last is None and len(self.last_task) >= TAGS_KEPT:
             self.last_task.clear()
-        found = self.last_task[tag] = weakref.ref(task)
+        found = self.last_task[tag] = _no_task if task is None else weakref.ref(task)
         return found
 
     def _warn(self, tag: int, operation: str, earlier: asyncio.Task[Any]) -> None:
