@@ -10,7 +10,7 @@ without holding the lock, so that a call need not ask for it. It leaves the lock
 it, as they come back soon as a rule; if it finds them there then, it has them run the loop once (`turn_due`). After
 that it only runs what is due, and leaves the lock alone again when something comes, unless something was begun that
 nobody waits for: a peer that calls first is heard just before this rank calls, and would have the lock taken away from
-that call.
+that call. A short operation is waited for soon as a rule, so one that was begun last is left alone for `GRACE_S` too.
 
 In the main thread signal handlers are put off meanwhile, as what they raise, KeyboardInterrupt perhaps, would leave the
 world half changed. A signal ends the waiting thread's turn, and then its handler is called.
@@ -32,12 +32,16 @@ from threading import get_ident
 from typing import Any, Final, Protocol
 
 from asyncdist.concurrency.loop import Place, due_ms, lendable, watched
+from asyncdist.concurrency.spin import Pending
 
 __all__ = ["Awaited", "ProgressLock"]
 
 GRACE_S: Final = 2e-3
 """How long the communication thread leaves the lock alone after others had it. What no thread
-waits for may be noticed that much later."""
+waits for may be noticed that much later, or twice as much."""
+DENSE: Final = 20
+"""How often others have the lock within `GRACE_S` where it is left alone again, whether or not somebody has it at that
+moment: a turn of the loop takes longer than they are away, so they would find it taken."""
 LINGER_S: Final = 1e-3
 """How long it runs the loop at least once there is something to do: watching costs some system calls more."""
 MOST_LINGER_S: Final = 20e-3
@@ -83,12 +87,14 @@ class ProgressLock:
         """How often others than the communication thread have had the lock."""
         self._called_since = False
         """Whether other threads have called the loop, which may not have run since."""
+        self._put_off: Pending | None = None
+        """An operation that nobody waits for, and that the communication thread was not woken for."""
         # Of the communication thread.
         self._alarm = _thread.allocate_lock()
         self._alarm.acquire()
         self._background = self._seen = 0
         self._linger_s = LINGER_S  # 0 after others had the lock
-        self._watching = self._sleeping = self._asked = self._urgent = False
+        self._watching = self._sleeping = self._resting = self._asked = self._urgent = False
 
     def is_mine(self) -> bool:
         """Whether the caller has the lock."""
@@ -156,9 +162,21 @@ class ProgressLock:
         self._place.thread = 0
         self.loop.close()
 
-    def owe(self) -> None:
-        """With the lock: what was begun goes on at once after `give`, though nobody waits for it."""
-        self._called_since = True
+    def owe(self, short: Pending | None = None) -> None:
+        """With the lock: what was begun goes on at once after `give`, though nobody waits for it.
+
+        A `short` operation goes on within `GRACE_S`, unless the one before it is under way, too.
+        """
+        before = self._put_off
+        if short is None or not self._resting or not (before is None or before._done):
+            self._called_since = True
+        else:
+            self._put_off = short
+
+    def hurry(self) -> None:
+        """Without the lock: what was put off goes on at once, as it calls somebody back."""
+        if self._put_off is not None:
+            self.call_background()
 
     def owe_turn(self) -> None:
         """With the lock: the loop has called others back, who are to be called before it does anything else."""
@@ -265,10 +283,14 @@ class ProgressLock:
         if self._taken != self._seen and not self._urgent:
             self._seen = self._taken
             self._linger_s = 0.0
-            if self._alarm.acquire(timeout=GRACE_S):
+            self._resting = True
+            alerted = self._alarm.acquire(timeout=GRACE_S)
+            self._resting = False
+            if alerted:
                 return False
-            if self._lock.locked():
-                self.turn_due |= self._taken != self._seen
+            others = self._taken - self._seen
+            if others >= DENSE or self._lock.locked():
+                self.turn_due |= others > 0
                 return False
         if not self._lock.acquire(False):
             self._sleeping = True
@@ -281,7 +303,8 @@ class ProgressLock:
         while self._place.errands:
             self.do(self._place.errands.pop())
         self._seen = self._taken
-        if self._urgent:
+        put_off, self._put_off = self._put_off, None
+        if self._urgent or not (put_off is None or put_off._done):
             self._linger_s = max(self._linger_s, LINGER_S)
         self._urgent = self._asked = False
         return True

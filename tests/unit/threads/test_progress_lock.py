@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextvars import Context
 from threading import get_ident
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -106,6 +107,48 @@ def test_what_comes_waits_for_who_had_the_lock_unless_something_was_begun(
         thread.call(thread.loop.remove_reader, ours.fileno())
 
 
+@pytest.mark.parametrize("hurried", ["by the next", "by a callback"])
+def test_one_short_operation_wakes_nobody(
+    thread: CommunicationThread, monkeypatch: pytest.MonkeyPatch, hurried: str
+) -> None:
+    """Who began it waits for it soon, as a rule, and would find the lock taken."""
+    lock = thread.progress_lock
+
+    def begin(short: Any) -> None:
+        assert lock.take()
+        lock.owe(short)
+        lock.give()
+
+    complete(thread, who_runs, Context())
+    monkeypatch.setattr(module, "GRACE_S", LIMIT_S)
+    thread.ask(bool)
+    wait_without_loop(lambda: lock._resting)
+    first, ended = SimpleNamespace(_done=False), SimpleNamespace(_done=True)
+    for short in (ended, first):
+        begin(short)
+        assert not lock._called_since
+        assert lock._put_off is short
+    if hurried == "by a callback":
+        lock.hurry()
+    else:
+        begin(ended)
+    wait_without_loop(lambda: lock._put_off is None)
+    lock.hurry()  # of nothing
+    assert not lock._urgent
+
+
+def test_what_was_put_off_goes_on_by_itself(thread: CommunicationThread) -> None:
+    complete(thread, who_runs, Context())
+    lock, called = thread.progress_lock, threading.Event()
+    thread.ask(bool)
+    wait_without_loop(lambda: lock._resting or lock._watching or module.watched(thread.loop) < 0)
+    assert lock.take()
+    thread.loop.call_soon(called.set)
+    lock.owe(SimpleNamespace(_done=False))
+    lock.give()
+    assert called.wait(LIMIT_S)
+
+
 def test_the_loop_runs_now_and_then_though_others_always_come_back(thread: CommunicationThread) -> None:
     complete(thread, who_runs, Context())
     called: list[int] = []
@@ -128,6 +171,23 @@ def test_who_is_found_with_the_lock_is_to_run_the_loop_next(thread: Communicatio
     thread.loop.call_soon(called.append, 1)
     lock.give()
     assert thread.ask(bool, called)
+
+
+@pytest.mark.parametrize("others", [module.DENSE - 1, module.DENSE])
+def test_where_others_come_often_the_lock_is_left_alone(
+    thread: CommunicationThread, monkeypatch: pytest.MonkeyPatch, others: int
+) -> None:
+    complete(thread, who_runs, Context())
+    lock, ran = thread.progress_lock, threading.Event()
+    monkeypatch.setattr(module, "GRACE_S", 0.3)
+    thread.ask(bool)
+    wait_without_loop(lambda: lock._resting and lock._seen == lock._taken)
+    monkeypatch.setattr(lock, "_run_on", lambda _descriptor: (ran.set(), run_on(_descriptor))[1])
+    run_on = type(lock)._run_on.__get__(lock)
+    for _ in range(others):
+        thread.ask(bool)
+    wait_without_loop(lambda: lock.turn_due or ran.is_set())
+    assert ran.is_set() == (others < module.DENSE)
 
 
 def test_the_next_who_waits_goes_on_where_one_ends(thread: CommunicationThread) -> None:
