@@ -58,9 +58,9 @@ def arrays_of(tensors: Sequence[torch.Tensor]) -> list[Array]:
 
 
 def reduction_of(opts: Any) -> ReduceOp | PremulSum:
-    kind, factor = opts.reduceOp.__getstate__()
-    op = REDUCTIONS[kind]
-    return op if op is not ReduceOp.PREMUL_SUM else op(factor)
+    given = opts.reduceOp
+    op = REDUCTIONS[given.op]
+    return op if op is not ReduceOp.PREMUL_SUM else op(given.__getstate__()[1])
 
 
 def first_tensor(values: Sequence[Any]) -> torch.Tensor | None:
