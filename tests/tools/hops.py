@@ -1,7 +1,7 @@
 """Counts the Python calls of a warm operation, the files they are in, and how often they change file.
 
     python tests/tools/hops.py                          # all_reduce of 4 B and 64 MiB, shm and TCP, and a message
-    python tests/tools/hops.py --most 44,70,101         # fail above so many calls: 4 B shm, 4 B TCP, send and recv
+    python tests/tools/hops.py --most 44,70,101,63      # fail above so many calls: 4 B shm, TCP, a message, blocking
 
 Two ranks run each operation many times, and rank 0 counts one at a time: the fewest calls of all tries are told, as a
 rank that waits looks around meanwhile. Only files of asyncdist count. The figures need no clock, so they show what a
@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 import asyncdist as dist
+from asyncdist import blocking
 
 PACKAGE = str(Path(dist.__file__).parent)
 TRIES = 15
@@ -34,6 +35,7 @@ CASES = (
     "all_reduce 4 B shm",
     "all_reduce 4 B tcp",
     "send and recv 4 B shm",
+    "blocking all_reduce 4 B shm",
     "all_reduce 64 MiB shm",
     "all_reduce 64 MiB tcp",
 )
@@ -100,6 +102,19 @@ async def _measure(case: str, rank: int) -> Hops:
         return min(found)
 
 
+def _measure_blocking() -> Hops:
+    x, found = np.ones(1, np.float32), []
+    with blocking.init_process_group():
+        for _ in range(3 + TRIES):
+            blocking.barrier()
+            counter = Counter()
+            sys.setprofile(counter)  # of this thread
+            blocking.all_reduce(x)
+            sys.setprofile(None)
+            found.append(counter.hops())
+    return min(found)
+
+
 async def _plain(operation: Callable[[], Awaitable[object]]) -> Hops:
     await operation()
     return Hops(0, 0, 0)
@@ -108,7 +123,7 @@ async def _plain(operation: Callable[[], Awaitable[object]]) -> Hops:
 def _rank(case: str, rank: int, port: int, results: SimpleQueue[Any]) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2", ASYNCDIST_TRANSPORT=case.split()[-1])
-    hops = asyncio.run(_measure(case, rank))
+    hops = _measure_blocking() if case.startswith("blocking") else asyncio.run(_measure(case, rank))
     if rank == 0:
         results.put(hops)
 
