@@ -69,10 +69,10 @@ def save(
     found = resolve(group)
     if as_int(keep, "keep must be an int") < 1:
         raise ValueError(f"keep must be at least 1, but is {keep}")
-    key = (found.world, Path(folder).absolute())
+    folder = Path(folder)
+    key = (found.world, folder.absolute())
     _check_free(key)
-    saving = _Saving(found, Path(folder), _contents(arrays, found, copy=copy), tag)
-    return _shielded(key, saving.run(state, number, keep))
+    return _shielded(key, _save(found, folder, _contents(arrays, found, copy=copy), tag, state, number, keep))
 
 
 async def load(
@@ -153,54 +153,49 @@ def _contents(arrays: Mapping[str, Any], group: ProcessGroup, *, copy: bool) -> 
     return _Contents(described, pieces)
 
 
-class _Saving:
-    """One checkpoint that a group saves."""
+async def _save(
+    group: ProcessGroup, folder: Path, contents: _Contents, tag: int, state: Any, number: int | None, keep: int
+) -> int:
+    begun: list[Any] = [None]
+    reports: list[Any] | None = None
+    if group.rank == 0:
+        reports = [None] * group.size
+        begun = [await _attempt(_begin, folder, number)]
+    await group.broadcast_object_list(begun, 0, tag=tag)
+    number, unfinished = _value_of(begun[0], "rank 0 of the group")
+    path = Path(unfinished) / f"rank-{group.rank}.bin"
+    report = [await _attempt(_write, path, contents.pieces), contents.arrays]
+    await group.gather_object(report, reports, 0, tag=tag)
+    ended: list[Any] = [None]
+    if reports is not None:
+        ended = [await _attempt(_end, reports, Path(unfinished), folder, number, state, keep)]
+    await group.broadcast_object_list(ended, 0, tag=tag)
+    _value_of(ended[0], "")
+    return int(number)
 
-    def __init__(self, group: ProcessGroup, folder: Path, contents: _Contents, tag: int) -> None:
-        self._group = group
-        self._folder = folder
-        self._contents = contents
-        self._tag = tag
 
-    async def run(self, state: Any, number: int | None, keep: int) -> int:
-        group, first = self._group, self._group.rank == 0
-        begun: list[Any] = [None]
-        if first:
-            begun = [await _attempt(self._begin, number)]
-        await group.broadcast_object_list(begun, 0, tag=self._tag)
-        number, unfinished = _value_of(begun[0], "rank 0 of the group")
-        path = Path(unfinished) / f"rank-{group.rank}.bin"
-        report = [await _attempt(_write, path, self._contents.pieces), self._contents.arrays]
-        reports: list[Any] | None = [None] * group.size if first else None
-        await group.gather_object(report, reports, 0, tag=self._tag)
-        ended: list[Any] = [None]
-        if reports is not None:
-            ended = [await _attempt(self._end, reports, Path(unfinished), number, state, keep)]
-        await group.broadcast_object_list(ended, 0, tag=self._tag)
-        _value_of(ended[0], "")
-        return int(number)
+def _begin(folder: Path, number: int | None) -> tuple[int, str]:
+    if number is None:
+        number = max(files.checkpoints_in(folder), default=-1) + 1
+    return number, str(files.begin(folder, number))
 
-    def _begin(self, number: int | None) -> tuple[int, str]:
-        if number is None:
-            number = max(files.checkpoints_in(self._folder), default=-1) + 1
-        return number, str(files.begin(self._folder, number))
 
-    def _end(self, reports: list[Any], unfinished: Path, number: int, state: Any, keep: int) -> None:
-        """On the first rank: all have written, or could not."""
-        try:
-            pieces: list[Piece] = []
-            for rank, (written, arrays) in enumerate(reports):
-                pieces += [Piece(*piece) for piece in _value_of(written, f"rank {rank} of the group")]
-                if arrays != reports[0][1]:
-                    raise CheckpointError(f"rank {rank} of the group saves other arrays than its rank 0: {arrays}")
-            for name, (dtype, shape) in self._contents.arrays.items():
-                _check_covered(name, dtype, shape, [piece for piece in pieces if piece.name == name])
-            index = {"state": state, "arrays": self._contents.arrays, "pieces": pieces}
-            files.commit(unfinished, self._folder, number, index)
-        except BaseException:
-            files.discard(unfinished)
-            raise
-        files.remove_old(self._folder, keep)
+def _end(reports: list[Any], unfinished: Path, folder: Path, number: int, state: Any, keep: int) -> None:
+    """On the first rank: all have written, or could not."""
+    try:
+        all_arrays = reports[0][1]
+        pieces: list[Piece] = []
+        for rank, (written, arrays) in enumerate(reports):
+            pieces += [Piece(*piece) for piece in _value_of(written, f"rank {rank} of the group")]
+            if arrays != all_arrays:
+                raise CheckpointError(f"rank {rank} of the group saves other arrays than its rank 0: {arrays}")
+        for name, (dtype, shape) in all_arrays.items():
+            _check_covered(name, dtype, shape, [piece for piece in pieces if piece.name == name])
+        files.commit(unfinished, folder, number, {"state": state, "arrays": all_arrays, "pieces": pieces})
+    except BaseException:
+        files.discard(unfinished)
+        raise
+    files.remove_old(folder, keep)
 
 
 def _write(path: Path, pieces: list[tuple[str, int, memoryview]]) -> list[Any]:
@@ -219,41 +214,32 @@ def _find(folder: Path, number: int | None) -> Any:
 
 
 def _read(place: Path, index: dict[str, Any], into: Mapping[str, Any] | None, arrays: dict[str, Any]) -> None:
-    with HostCopies() as copies:
-        _fill(place, index, into, arrays, copies)
-
-
-def _fill(
-    place: Path, index: dict[str, Any], into: Mapping[str, Any] | None, arrays: dict[str, Any], copies: HostCopies
-) -> None:
     saved: dict[str, tuple[str, list[int]]] = index["arrays"]
     if into is not None and into.keys() != saved.keys():
         raise CheckpointError(f"{place} holds {sorted(saved)}, and what is to be filled is {sorted(into)}")
-    for name, (dtype_name, shape) in saved.items():
-        dtype = dtype_named(dtype_name)
-        if dtype is None:
-            raise CheckpointError(f"{place}: {name!r} is {dtype_name}, which needs ml_dtypes here")
-        value = np.empty(shape, dtype) if into is None else into[name]
-        start, whole = 0, list(shape)
-        array = any_array(value.array if isinstance(value, Part) else value, repr(name))
-        if isinstance(value, Part):
-            start, rows = _checked_part(value, array, name)
-            whole = [rows, *shape[1:]]
-        given = [whole[0], *array.shape[1:]] if isinstance(value, Part) else list(array.shape)
-        if array.dtype != dtype or given != list(shape):
-            raise CheckpointError(
-                f"{place}: {name!r} is {describe(dtype, tuple(shape))}, and what is to be filled is "
-                f"{describe(array.dtype, tuple(given))}"
-            )
-        pieces = [Piece(*piece) for piece in index["pieces"] if piece[0] == name]
-        in_place = type(array) is np.ndarray and array.flags.c_contiguous
-        room = array if in_place else np.empty(array.shape, array.dtype)
-        files.read_range(place, pieces, start * _row_bytes(array), _octets(room))
-        if type(array) is DeviceArray:
-            copies.to_device(array, repr(name), np.frombuffer(_octets(room), np.uint8))
-        elif not in_place:
-            array[...] = room
-        arrays[name] = value
+    with HostCopies() as copies:
+        for name, (dtype_name, shape) in saved.items():
+            dtype = dtype_named(dtype_name)
+            if dtype is None:
+                raise CheckpointError(f"{place}: {name!r} is {dtype_name}, which needs ml_dtypes here")
+            value = arrays[name] = np.empty(shape, dtype) if into is None else into[name]
+            start, array = 0, any_array(value.array if isinstance(value, Part) else value, repr(name))
+            given = list(array.shape)
+            if isinstance(value, Part):
+                start, given[0] = _checked_part(value, array, name)
+            if array.dtype != dtype or given != list(shape):
+                raise CheckpointError(
+                    f"{place}: {name!r} is {describe(dtype, tuple(shape))}, and what is to be filled is "
+                    f"{describe(array.dtype, tuple(given))}"
+                )
+            pieces = [Piece(*piece) for piece in index["pieces"] if piece[0] == name]
+            in_place = type(array) is np.ndarray and array.flags.c_contiguous
+            room = array if in_place else np.empty(array.shape, array.dtype)
+            files.read_range(place, pieces, start * _row_bytes(array), _octets(room))
+            if type(array) is DeviceArray:
+                copies.to_device(array, repr(name), np.frombuffer(_octets(room), np.uint8))
+            elif not in_place:
+                array[...] = room
 
 
 def _checked_part(part: Part, array: Array, name: str) -> tuple[int, int]:

@@ -22,20 +22,6 @@ from typing import Any, Final, NamedTuple
 
 from asyncdist.errors import DistError
 
-__all__ = [
-    "BLOCK_BYTES",
-    "CheckpointError",
-    "Piece",
-    "begin",
-    "checkpoints_in",
-    "commit",
-    "discard",
-    "read_index",
-    "read_range",
-    "remove_old",
-    "write_pieces",
-]
-
 BLOCK_BYTES: Final = 4 << 20
 """What one checksum covers, and so the least that is read where a rank needs a part of a piece."""
 
