@@ -123,14 +123,14 @@ class _World:
         self._timer: asyncio.TimerHandle | None = None
         self.changing = ""
         self._tasks = [
-            start_task(self._loop, self._hear(), name="hears why a world ends"),
+            start_task(self._loop, self._hear(None), name="hears why a world ends"),
             start_task(self._loop, self._follow_members(), name="follows members"),
         ]
 
     async def form(self, opening: GroupOpening, patience_s: float) -> ProcessGroup | None:
         """Meet the others; None if all must meet again. Raises DistError where this member cannot be in a world."""
         forming = start_task(self._loop, _opened(opening), name="forms a world")
-        over = start_task(self._loop, self._wait_over(), name="waits for the end of a world")
+        over = start_task(self._loop, self._over.wait(), name="waits for the end of a world")
         try:
             await asyncio.wait([forming, over], timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
             if not forming.done() and not self._over.is_set():
@@ -151,14 +151,11 @@ class _World:
             self._tasks.append(start_task(self._loop, self._follow_ranks(self._group), name="follows ranks"))
             return self._group
         if not forming.cancelled() and (error := forming.exception()) is not None:
-            await self._look()  # of what another member said before it gave up
+            await self._hear(0)  # of what another member said before it gave up
             if not (self.changing and isinstance(error, DistError)):
                 await self._say("lost", f"{self._member.name} could not be in the one before: {error}")
                 raise error
         return None
-
-    async def _wait_over(self) -> None:
-        await self._over.wait()
 
     async def end(self, error: BaseException | None, *, for_good: bool) -> None:
         """Leave the group: at once because of `error`, else in order, so that all finish what this member has."""
@@ -194,13 +191,9 @@ class _World:
                     word = decoded_key(await self._member.store.compare_set(self._key, b"", encoded_key(word)))
             self._change(word)
 
-    async def _hear(self) -> None:
+    async def _hear(self, timeout_s: float | None) -> None:
         with contextlib.suppress(DistError):  # the watch of the members fails as well
-            self._change(decoded_key(await self._member.store.get(self._key, timeout=None)))
-
-    async def _look(self) -> None:
-        with contextlib.suppress(DistError):
-            self._change(decoded_key(await self._member.store.get(self._key, timeout=0)))
+            self._change(decoded_key(await self._member.store.get(self._key, timeout=timeout_s)))
 
     def _change(self, word: str) -> None:
         if not self.changing:

@@ -127,7 +127,7 @@ class Caller(Inbox):
             case _:
                 raise RemoteProtocolError("a malformed call")
         if not apart or self.agent.closing:
-            self._run(kind, number, target, *value)
+            self._run(kind, number, target, value)
             return
         arrived = partial(self._arrived, kind, number, target, value)
         arrivals = Arrivals(self.agent.mesh, self.rank, apart, arrived)
@@ -138,47 +138,36 @@ class Caller(Inbox):
         """The arrays are here, or will not come."""
         del self.running[number]
         if error is None:
-            self._run(kind, number, target, *value)
+            self._run(kind, number, target, value)
         else:
             self._fail(number, error)
 
-    def _run(
-        self,
-        kind: int,
-        number: int,
-        target: int,
-        name: str,
-        args: list[Any],
-        kwargs: dict[str, Any],
-        carried: dict[Any, Any] | None = None,
-    ) -> None:
-        tracing = messages.tracing
-        with nullcontext() if carried is None or tracing is None else tracing.served(carried):
-            self._start(kind, number, target, name, args, kwargs)
-
-    def _start(self, kind: int, number: int, target: int, name: str, args: list[Any], kwargs: dict[str, Any]) -> None:
-        agent = self.agent
-        try:
-            if len(self.running) >= agent.max_calls or agent.closing:
-                raise RuntimeError(
-                    f"more than max_calls={agent.max_calls} calls at a time; it is to be the same everywhere"
-                )
-            result = self._function(target, name)(*args, **kwargs)
-            wanted = None
-            if kind == STREAM:
-                wanted = asyncio.Semaphore(AHEAD)
-                result = self._send_items(number, wanted, _iterator(result, name))
-            elif hasattr(type(result), "__anext__"):
-                raise TypeError(f"{name!r} gives a stream: use rpc.stream")
-            elif not hasattr(type(result), "__await__"):
-                self._finish(kind, number, result)
+    def _run(self, kind: int, number: int, target: int, value: list[Any]) -> None:
+        """Call the function; `value` is what came: name, args, kwargs, and a trace context where there is one."""
+        agent, tracing = self.agent, messages.tracing
+        name, args, kwargs, *carried = value
+        with tracing.served(*carried) if carried and tracing is not None else nullcontext():
+            try:
+                if len(self.running) >= agent.max_calls or agent.closing:
+                    raise RuntimeError(
+                        f"more than max_calls={agent.max_calls} calls at a time; it is to be the same everywhere"
+                    )
+                result = self._function(target, name)(*args, **kwargs)
+                wanted = None
+                if kind == STREAM:
+                    wanted = asyncio.Semaphore(AHEAD)
+                    result = self._send_items(number, wanted, _iterator(result, name))
+                elif hasattr(type(result), "__anext__"):
+                    raise TypeError(f"{name!r} gives a stream: use rpc.stream")
+                elif not hasattr(type(result), "__await__"):
+                    self._finish(kind, number, result)
+                    return
+                task = agent.start(result)
+            except (Exception, asyncio.CancelledError) as error:
+                self._fail(number, error)
                 return
-            task = agent.start(result)
-        except (Exception, asyncio.CancelledError) as error:
-            self._fail(number, error)
-            return
-        self.running[number] = Running(None, task, wanted)
-        task.add_done_callback(partial(self._ended, kind, number))
+            self.running[number] = Running(None, task, wanted)
+            task.add_done_callback(partial(self._ended, kind, number))
 
     def _function(self, target: int, name: str) -> Callable[..., Any]:
         if not target:
