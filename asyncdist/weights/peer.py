@@ -82,20 +82,21 @@ class _Refusal(Exception):
 class Peer:
     """Made by `open`, for one life: it ends with its lease. `stages` are the versions that others can get of it."""
 
-    def __init__(self, view: PrefixStore, rank: int, member: Member, lease: Lease, mesh: BaseMesh) -> None:
+    lease: Lease
+    member: Member
+
+    def __init__(self, view: PrefixStore, rank: int, world_id: bytes, secret: bytes, config: TransportConfig) -> None:
         self.view = view
         self.rank = rank
-        self.member = member
-        self.lease = lease
-        self.mesh = mesh
+        self.mesh: BaseMesh = Mesh(rank, RANKS, world_id, secret, self._addresses, self, config)
         self.stages: dict[int, Stage] = {}
         self.threads = Threads()
         self.said_ready = 0
         """The id of the version that it has said to be ready at."""
         self.bytes_given = 0
         """Bytes of versions sent to others; what they map is not sent."""
-        assert mesh.memory is not None
-        self._memory = mesh.memory
+        assert self.mesh.memory is not None
+        self._memory = self.mesh.memory
         self._loop = asyncio.get_running_loop()
         self._requests = 0
         self._given = 0
@@ -120,17 +121,16 @@ class Peer:
         rank = (await view.add("ranks", 1) - 1) % RANKS
         while await view.check([f"members/{rank}"]):
             rank = (await view.add("ranks", 1) - 1) % RANKS
-        owner = _Owner()
-        mesh = Mesh(rank, RANKS, world_id, derive_key(token, "peer", world_id), owner.addresses, owner, config)
+        peer = cls(view, rank, world_id, derive_key(token, "peer", world_id), config)
         lease: Lease | None = None
         try:
-            lease = await store.lease(GRACE_S, bound=True)
-            address = await mesh.listen(here.ips, here.advertised)
-            member = Member(label, host_id(config.socket_dir), address.to_bytes(), serves=-1 if publishes else 0)
-            owner.peer = peer = cls(view, rank, member, lease, mesh)
+            peer.lease = lease = await store.lease(GRACE_S, bound=True)
+            address = await peer.mesh.listen(here.ips, here.advertised)
+            peer.member = Member(label, host_id(config.socket_dir), address.to_bytes(), serves=-1 if publishes else 0)
             await peer.tell()
         except BaseException:
-            mesh.abort()
+            peer.mesh.abort()
+            peer.threads.close()
             if lease is not None:
                 lease.abandon()
             raise
@@ -480,8 +480,21 @@ class Peer:
     def refuse_gpu_array(self, source: int, meta: bytes) -> None:
         """No peer sends any."""
 
-    def gone(self, rank: int) -> None:
-        """A peer is lost, or has left: what it maps it may read for ever, unknown to us."""
+    # -- what the mesh tells
+
+    async def _addresses(self, ranks: Sequence[int]) -> dict[int, PeerAddress]:
+        members = await members_of(self.view, ranks)
+        return {rank: PeerAddress.from_bytes(member.address) for rank, member in members.items()}
+
+    def peer_connected(self, rank: int) -> None:
+        """It is known once it asks."""
+
+    def peer_lost(self, rank: int, error: PeerLostError) -> None:
+        """Its connection broke."""
+        self.peer_left(rank)
+
+    def peer_left(self, rank: int) -> None:
+        """What it maps it may read for ever, unknown to us."""
         for stage in list(self._lenders):
             gone = {(holder, number) for holder, number in stage.lent if holder == rank}
             if gone:
@@ -490,32 +503,6 @@ class Peer:
                 if not stage.lent:
                     self._lenders.discard(stage)
         self._loop.call_soon(self.mesh.forget, rank)
-
-
-class _Owner:
-    """What the mesh tells."""
-
-    peer: Peer
-
-    async def addresses(self, ranks: Sequence[int]) -> dict[int, PeerAddress]:
-        """Where peers listen."""
-        members = await members_of(self.peer.view, ranks)
-        return {rank: PeerAddress.from_bytes(member.address) for rank, member in members.items()}
-
-    def peer_connected(self, rank: int) -> None:
-        """It is known once it asks."""
-
-    def peer_lost(self, rank: int, error: PeerLostError) -> None:
-        """Its connection broke."""
-        self.peer.gone(rank)
-
-    def peer_left(self, rank: int) -> None:
-        """It said goodbye."""
-        self.peer.gone(rank)
-
-    def control_received(self, rank: int, payload: bytes) -> None:
-        """A request came."""
-        self.peer.control_received(rank, payload)
 
 
 def _key(rank: int, request: int) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
@@ -9,8 +10,9 @@ from typing import Any, Final, Self
 
 import msgpack
 
-from asyncdist.errors import RemoteProtocolError, StoreTimeoutError, WatchCompactedError
+from asyncdist.errors import RemoteProtocolError, StoreTimeoutError
 from asyncdist.store import Store
+from asyncdist.weights.members import followed_values
 from asyncdist.weights.staging import Ref
 
 KEY: Final = "state"
@@ -74,16 +76,10 @@ async def change(view: Store, old: State, new: State) -> bool:
 
 async def followed(view: Store) -> AsyncGenerator[State]:
     """The state now, and each that follows, older ones never after newer ones."""
-    while True:
-        async with view.watch(KEY) as watch:
-            state = await read(view)
-            yield state
-            try:
-                async for event in watch:
-                    if event.kind == "set" and event.key == KEY:
-                        newer = State.unpack(event.value)
-                        if newer.step > state.step:
-                            state = newer
-                            yield state
-            except WatchCompactedError:
-                continue
+    step = -1
+    async with contextlib.aclosing(followed_values(view, KEY, State.unpack)) as every:
+        async for values in every:
+            state = values.get(KEY, EMPTY)
+            if state.step > step:
+                step = state.step
+                yield state
