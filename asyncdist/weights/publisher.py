@@ -88,9 +88,9 @@ class Publisher:
         """Publish no more; subscribers go on, and those to come get the last version from them. Idempotent."""
         self._closed = True
         peer, self._peer = self._peer, None
+        self._forget_stages()
         if peer is not None:
             await uninterrupted(peer.close())
-        self._forget_stages()
 
     async def _open(self) -> None:
         """Take over: raises DistStoreError, DistNetworkError. Cancelling leaves nothing."""
@@ -140,6 +140,9 @@ class Publisher:
                     f"{self!r}: version {number} was not staged by all within {timeout_s:g} s, and all serve the one "
                     f"before: missing {', '.join(self._missing) or 'nobody'}"
                 ) from error
+            finally:
+                if self._closed:  # meanwhile
+                    self._forget_stages()
 
     async def _commit(self, version: int, arrays: Mapping[str, Array]) -> None:
         if self._closed:
@@ -190,11 +193,11 @@ class Publisher:
                 arrays = dict(arrays)
                 await peer.threads.do([partial(_bring_to_host, arrays)])
             await peer.threads.do(fill(stage, arrays, self._current, before, id))
+            self._ref = stage.sealed(id)._replace(version=version, rank=peer.rank, host=peer.member.host)
+            peer.keep(stage)
         except BaseException:
             stage.close()
             raise
-        self._ref = stage.sealed(id)._replace(version=version, rank=peer.rank, host=peer.member.host)
-        peer.keep(stage)
         return stage
 
     def _room(self, manifest: Manifest, peer: Peer) -> tuple[Stage, Manifest | None]:

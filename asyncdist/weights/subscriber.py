@@ -127,19 +127,15 @@ class Subscription(AsyncIterator[Version]):
                     self._peer = await Peer.open(self._store, self.name, self.label, publishes=False)
                     pause_s = AGAIN_S
                     await self._live(self._peer)
-                except WeightsError as error:
-                    self._failure = error
-                    return
-                except ClosedError as error:
+                except (WeightsError, ClosedError) as error:
                     self._failure = error
                     return
                 except DistError as error:
                     events.info("%r: %s; trying again", self, error)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, MAX_AGAIN_S)
-        except BaseException as error:
-            if isinstance(error, Exception):
-                self._failure = error
+        except Exception as error:
+            self._failure = error
             raise
         finally:
             if self._serving is not None:
@@ -167,11 +163,10 @@ class Subscription(AsyncIterator[Version]):
             for task in (following, losing):
                 task.cancel()
             self._stop_getting()
-            await uninterrupted(ended(following, losing))
             if self._staged is not None:
                 peer.drop(self._staged[1])
             self._peer, self._staged = None, None
-            await uninterrupted(peer.close())
+            await uninterrupted(_left(peer, following, losing))
 
     async def _follow(self, peer: Peer) -> None:
         async with contextlib.aclosing(followed(peer.view)) as states:
@@ -253,3 +248,8 @@ class Subscription(AsyncIterator[Version]):
         if not peer.lease.lost and peer.said_ready != ref.id:
             self._ready = ref.id
             peer.ready(ref)
+
+
+async def _left(peer: Peer, *tasks: asyncio.Task[None]) -> None:
+    await ended(*tasks)
+    await peer.close()

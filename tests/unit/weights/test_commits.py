@@ -12,10 +12,11 @@ from waiting import eventually
 from weights_kit import joined, model, serving, version_of
 
 from asyncdist import HashStore, weights
-from asyncdist.errors import ClosedError, StoreTimeoutError
+from asyncdist.errors import ClosedError, DistError, StoreTimeoutError
 from asyncdist.testing.fake_cuda import fake_cuda
-from asyncdist.transport.shared_memory.segment import AttachedSegment
+from asyncdist.transport.shared_memory.segment import AttachedSegment, Segment
 from asyncdist.weights.peer import Peer
+from asyncdist.weights.staging import Threads
 from asyncdist.weights.state import read
 from asyncdist.weights.subscriber import Subscription
 
@@ -297,6 +298,56 @@ async def test_a_cancelled_commit_is_made_or_taken_back(store):
             await eventually(lambda: into and version_of(into) == publisher.version)
         await publisher.commit(99, model(99))
         await weights.wait_ready("policy", 99, store=store, timeout=10)
+
+
+async def test_a_publisher_closed_during_a_commit_leaves_no_descriptor(store, monkeypatch):
+    segments = []
+
+    def made(*arguments):
+        segments.append(Segment(*arguments))
+        return segments[-1]
+
+    async def do(threads, jobs):
+        await actual(threads, jobs)
+        await filled.wait()
+
+    actual, filled = Threads.do, asyncio.Event()
+    monkeypatch.setattr("asyncdist.weights.staging.Segment", made)
+    monkeypatch.setattr(Threads, "do", do)
+    async with weights.publish("policy", store=store) as publisher:
+        committing = asyncio.create_task(publisher.commit(1, model(1)))
+        await eventually(lambda: segments)
+        await publisher.close()
+        filled.set()
+        with pytest.raises(DistError):
+            await committing
+        assert [segment.fd for segment in segments] == [-1]
+        with pytest.raises(ClosedError):
+            await publisher.commit(2, model(2))
+
+
+@pytest.mark.parametrize("turns", range(4))
+async def test_a_subscriber_that_is_closed_twice_leaves(store, turns):
+    async with weights.publish("policy", store=store), serving(store.clone(), {}) as subscription:
+        await joined(store, 2)
+        closing = asyncio.create_task(subscription.close())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await subscription.close()
+        await closing
+        assert len(await store.list_keys("weights/policy/members/")) == 1
+
+
+async def test_a_publisher_whose_closing_is_cancelled_leaves_no_descriptor(store):
+    publisher = weights.publish("policy", store=store)
+    async with publisher:
+        await publisher.commit(1, model(1))
+        segment = publisher._current.segment
+        closing = asyncio.create_task(publisher.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.wait([closing])
+        assert segment.fd == -1
 
 
 async def test_a_cancelled_subscriber_leaves_nothing(store):
