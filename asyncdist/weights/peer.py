@@ -189,12 +189,12 @@ class Peer:
         self.tell(has=tuple(self.stages), gets=0)
 
     def withhold(self, stage: Stage) -> None:
-        """Let nobody get `stage` any more."""
+        """Refuse `stage` to peers that ask for it."""
         if self.stages.pop(stage.id, None) is not None and not self.lease.lost:
             self.tell(has=tuple(self.stages))
 
     def drop(self, stage: Stage) -> None:
-        """The same, and give it back to whoever lent it once nobody reads it here, nor where it was lent on."""
+        """Refuse `stage` to peers, and give it back to the peer that lent it when it is used no more."""
         self.withhold(stage)
         stage.close()
         stage.when_unused(partial(self._unused, stage))
@@ -239,7 +239,7 @@ class Peer:
             task.add_done_callback(lambda _task: self._answering.pop((rank, request), None))
 
     def forget(self, stage: Stage) -> None:
-        """Its memory is used for no other version: whoever still maps it keeps it."""
+        """The memory of `stage` is not used again: peers that map it keep it."""
         self._lenders.discard(stage)
 
     def _given_back(self, rank: int, number: int) -> None:
@@ -293,10 +293,9 @@ class Peer:
     # -- what we want
 
     async def fetch(self, ref: Ref, base: Stage | None, *, offered: bool) -> Stage:
-        """Get a version, from whoever has it, for as long as it takes; `base` is one that we have already.
+        """Get a version from a peer that has it, however long that takes; `base` is a version that we have already.
 
-        One that is `offered`, and not committed yet, its publisher has, which is asked first where it is on this host.
-
+        A version that is `offered` is not committed yet: its publisher is asked first if it is on this host.
         Cancelling leaves nothing. Raises OSError and MemoryError where there is no memory for it.
         """
         pause_s, since_s, sources = RETRY_S, self._loop.time(), [ref.rank]
@@ -321,9 +320,9 @@ class Peer:
             raise
 
     def _sources(self, members: dict[int, Member], ref: Ref, *, wait: bool) -> list[int]:
-        """Whom to ask, in any order: of this host, else of others, and the publisher only if nobody else has it there.
+        """The peers to ask, in any order: those of this host, else of other hosts; subscribers before the publisher.
 
-        Nobody where a subscriber of this host fetches it, which then lends it. After a long `wait`, whoever has it.
+        None while a subscriber of this host fetches the version, as it will lend it. Without `wait`, all that have it.
         """
         having = [rank for rank, member in members.items() if ref.id in member.has and rank != self.rank]
         random.shuffle(having)
@@ -353,7 +352,7 @@ class Peer:
         return stage
 
     def _unwanted(self, looking: asyncio.Task[Stage]) -> None:
-        """What was looked for is here, but nobody wants it any more."""
+        """The version is here, but the fetch was cancelled."""
         if not looking.cancelled() and looking.exception() is None:
             self.drop(looking.result())
 

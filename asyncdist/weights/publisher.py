@@ -138,7 +138,7 @@ class Publisher:
                     return
                 raise WeightsError(
                     f"{self!r}: version {number} was not staged by all within {timeout_s:g} s, and all serve the one "
-                    f"before: missing {', '.join(self._missing) or 'nobody'}"
+                    f"before: missing {', '.join(self._missing) or 'none'}"
                 ) from error
             finally:
                 if self._closed:  # meanwhile
@@ -201,7 +201,7 @@ class Publisher:
         return stage
 
     def _room(self, manifest: Manifest, peer: Peer) -> tuple[Stage, Manifest | None]:
-        """Memory for a version, and what is in it: of an earlier one, if nobody can read that any more."""
+        """Memory for a version, and what is in it: that of an earlier version which no process reads, or new."""
         for stage in self._spares:
             if not (stage.lent or stage.sending or stage.spoiled) and stage.manifest.entries == manifest.entries:
                 self._spares.remove(stage)

@@ -64,11 +64,11 @@ class Ref(NamedTuple):
 class Stage:
     """A version in memory. `sums` are CRC-32 of its blocks, or UNKNOWN.
 
-    `segment` is None where this system shares no memory. `source` is the rank that lent it, and its number there.
-    `lent` are those it was lent to and did not give it back, with the numbers they know it by. `sending`: to how many
-    its bytes are being sent. `spoiled`: somebody may read it unknown to us. `dropped`: it is not ours to read any more;
-    `unused`: nobody in this process reads it. It was sent to others `given` times, and a
-    publisher sends it to nobody until `spared_until_s`.
+    `segment` is None where this system shares no memory. `source`: the rank that lent the segment, and the segment's
+    number there. `lent`: the ranks that still borrow it, with its numbers there. `sending`: how many answers send its
+    bytes now; `given`: how many have. A publisher sends it again after `spared_until_s`. `spoiled`: a process may read
+    it without our knowledge, so its memory is not written again. `dropped`: this process does not serve it any more;
+    `unused`: nor has it a view of it.
     """
 
     def __init__(
@@ -117,12 +117,12 @@ class Stage:
         return self.manifest.views(flat)
 
     def close(self) -> None:
-        """Lend it to nobody any more. What maps it, here or elsewhere, keeps the memory."""
+        """Close its descriptor: it cannot be lent any more. What maps the memory, here or elsewhere, keeps it."""
         if self.segment is not None:
             self.segment.close()
 
     def when_unused(self, tell: Callable[[], object]) -> None:
-        """Drop the bytes here, and call `tell`, in any thread, once nobody in this process uses them."""
+        """Drop the bytes here, and call `tell`, in any thread, once no view of them is left in this process."""
         weakref.finalize(_memory_of(self.flat), tell).atexit = False
         self.dropped = True
         self.flat = self.flat[:0].copy()
@@ -244,7 +244,7 @@ class Threads:
                 raise error
 
     def later(self, job: Callable[[], None]) -> None:
-        """Do `job` some time; whether it fails is nobody's business."""
+        """Do `job` some time; its errors are ignored."""
         with contextlib.suppress(RuntimeError):  # closed
             self._pool.submit(job)
 

@@ -250,6 +250,6 @@ class Subscription(AsyncIterator[Version]):
             peer.ready(ref)
 
 
-async def _left(peer: Peer, *tasks: asyncio.Task[None]) -> None:
+async def _left(peer: Peer, *tasks: asyncio.Task[Any]) -> None:
     await ended(*tasks)
     await peer.close()
