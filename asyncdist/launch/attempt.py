@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import enum
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from asyncdist.concurrency.process import is_stopped
+from asyncdist.concurrency.process import is_stopped, session_of
 from asyncdist.launch.failure import is_consequence
 from asyncdist.launch.worker import Exit, Worker
 
@@ -103,10 +103,11 @@ class Attempt:
         """The ranks of the workers that have not ended."""
         return [worker.rank for worker in self._workers if worker.exit is None]
 
-    @property
-    def stopped_ranks(self) -> list[int]:
-        """The ranks of the workers that are stopped, by a signal or by a debugger."""
-        return [worker.rank for worker in self._workers if worker.exit is None and is_stopped(worker.pid)]
+    def stopped_ranks(self, processes: Iterable[int]) -> list[int]:
+        """The ranks of the workers that are stopped, by a signal or by a debugger, or have started one of `processes`
+        that is."""
+        sessions = {session_of(pid) for pid in (*self.pids, *processes) if is_stopped(pid)}
+        return [worker.rank for worker in self._workers if worker.exit is None and worker.pid in sessions]
 
     def pass_on(self, signum: int) -> list[int]:
         """Pass on a signal that ends nothing (SIGUSR1, SIGUSR2) to the workers that handle it; return their ranks."""

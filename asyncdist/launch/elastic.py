@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Final
 
 from asyncdist.errors import DistError, LaunchError
@@ -133,8 +134,10 @@ class ElasticAgent(NodeAgent):
         if self._stop is not None:  # a node went, or came, while this one got here
             attempt.stop(at_once=True)
         try:
-            assert self._losses is not None
-            async with beside(current.share_stopped(lambda: attempt.stopped_ranks, self._losses.tell_stopped)):
+            losses = self._losses
+            assert losses is not None
+            stopped = partial(attempt.stopped_ranks, losses.processes)
+            async with beside(current.share_stopped(stopped, losses.tell_stopped)):
                 self._own = result = await attempt.run()
         finally:
             self._attempt = None

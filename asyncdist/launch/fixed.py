@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from asyncdist.errors import DistError
@@ -77,7 +78,9 @@ class FixedAgent(NodeAgent):
         """Look at the workers, and at the job's store, where the launchers can do without it."""
         attempt, losses = self._attempt, self._losses
         assert attempt is not None
-        watches = [] if losses is None else [nodes.share_stopped(lambda: attempt.stopped_ranks, losses.tell_stopped)]
+        watches = []
+        if losses is not None:
+            watches = [nodes.share_stopped(partial(attempt.stopped_ranks, losses.processes), losses.tell_stopped)]
         if self._outage is None or nodes.store is nodes.words:
             return watches
 

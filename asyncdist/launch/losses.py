@@ -16,7 +16,7 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from asyncdist_server.serving.sockets import peer_credentials
@@ -38,12 +38,17 @@ class Losses:
             self.address = os.path.join(self._folder, "losses")
         self._told: list[bytes] = []
         self._stopped = b""
-        self._ranks: list[socket.socket] = []
+        self._ranks: dict[socket.socket, int] = {}  # and their processes
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(self.address.replace("@", "\0", 1) if self._folder is None else self.address)
         self._listener.listen(_BACKLOG)
         self._listener.setblocking(False)
         self._loop.add_reader(self._listener, self._accept)
+
+    @property
+    def processes(self) -> Iterable[int]:
+        """Those that have connected: of all ranks of the attempt that have begun to use asyncdist."""
+        return self._ranks.values()
 
     def tell(self, ranks: Sequence[tuple[int, int]], why: str) -> None:
         """Tell all ranks of the attempt that these ranges of ranks are lost; ranks that connect later are told too."""
@@ -63,7 +68,7 @@ class Losses:
         self._told.clear()
         self._stopped = b""
         while self._ranks:
-            self._ranks.pop().close()
+            self._ranks.popitem()[0].close()
 
     def close(self) -> None:
         """Stop listening."""
@@ -76,10 +81,11 @@ class Losses:
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # it has gone again
             rank, _ = self._listener.accept()
-            if peer_credentials(rank)[1] != os.geteuid():  # an abstract name has no owner
+            pid, user = peer_credentials(rank)
+            if user != os.geteuid():  # an abstract name has no owner
                 return rank.close()
             rank.setblocking(False)
-            self._ranks.append(rank)
+            self._ranks[rank] = pid
             for line in filter(None, (*self._told, self._stopped)):
                 _send(rank, line)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -37,15 +38,19 @@ STOPPED = """
 
 
 @pytest.mark.slow("two launchers, and a time-out of a second")
-@pytest.mark.parametrize("nodes", ["2", "1:2"])
-def test_a_rank_that_is_stopped_on_another_host_is_told_from_a_silent_one(tmp_path: Path, nodes: str) -> None:
-    script = write_script(tmp_path, STOPPED)
+@pytest.mark.parametrize(("nodes", "behind_shell"), [("2", True), ("1:2", False)])
+def test_a_rank_that_is_stopped_on_another_host_is_told_from_a_silent_one(
+    tmp_path: Path, nodes: str, behind_shell: bool
+) -> None:
+    command = [write_script(tmp_path, STOPPED)]
+    if behind_shell:
+        command = ["--no-python", "sh", "-c", f"{sys.executable} {command[0]}; exit $?"]
     options = [f"--nnodes={nodes}", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-conf=last_call_timeout=0.3"]
     more = {"ASYNCDIST_TRANSPORT": "tcp", "ASYNCDIST_TOKEN": new_token()}
     with ExitStack() as stack:
         launched = [
             stack.enter_context(
-                running(*options, script, limits="asyncdist.launch.rendezvous.links:_LOOK_S=0.05", **more)
+                running(*options, *command, limits="asyncdist.launch.rendezvous.links:_LOOK_S=0.05", **more)
             )
             for _ in range(2)
         ]
