@@ -121,7 +121,8 @@ def _unused(name: str, **more: Any) -> Option:
     "--rdzv-endpoint",
     parse=partial(parse_endpoint, least_port=0),
     metavar="HOST:PORT",
-    help="Where the nodes meet; the first of them hosts the store. A single node may give port 0: any free port.",
+    help="Where the nodes meet; the first of them hosts the store. HOST may be several addresses of it, with commas. A "
+    "single node may give port 0: any free port.",
 )
 @click.option("--rdzv-id", help="Name of the job, which tells jobs on one store apart.")
 @click.option(

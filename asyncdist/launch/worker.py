@@ -128,7 +128,7 @@ def worker_environment(
         ROLE_NAME=place.role,
         ROLE_RANK=rank,
         ROLE_WORLD_SIZE=str(roster.world_size),
-        MASTER_ADDR=place.master.host,
+        MASTER_ADDR=place.master.host.partition(",")[0],
         MASTER_PORT=str(place.master.port),
         ASYNCDIST_STORE=str(place.store),
         ASYNCDIST_JOB_ID=f"{roster.run_id}.{attempt}",

@@ -22,6 +22,7 @@ from asyncdist.errors import ConnectTimeoutError, DistStoreError
 from asyncdist.store.credentials import TLSConfig
 from asyncdist.store.pipeline import StoppingError
 from asyncdist.store.store_connection import (
+    OTHER_ADDRESS_MS,
     UNACKNOWLEDGED_MS,
     ByteStream,
     StoreRefusedError,
@@ -114,7 +115,7 @@ class StoreDialer:
         self.lost: Exception | None = None
         """Why the last connection broke."""
         self.context = context
-        self.unacknowledged_ms = UNACKNOWLEDGED_MS
+        self.unacknowledged_ms = OTHER_ADDRESS_MS if "," in host else UNACKNOWLEDGED_MS
         self._turn_of_address = -1
         self._attempt: asyncio.Timeout | None = None  # one try to connect
 

@@ -54,6 +54,9 @@ KEEPALIVE_PROBES: Final = 4
 UNACKNOWLEDGED_MS: Final = 40_000
 """The same when something was sent that nobody acknowledges."""
 
+OTHER_ADDRESS_MS: Final = 1000
+"""Where the daemon has several addresses, another one is tried after this: before launchers give each other up."""
+
 CONNECT_S: Final = 0.5
 """An address that does not answer within this is not waited for while there are others."""
 
@@ -143,9 +146,9 @@ async def open_stream(
     loop = asyncio.get_running_loop()
     new_socket = getattr(loop, "new_socket", socket.socket)  # a simulated network has sockets of its own
     problem: OSError = ConnectionRefusedError(f"{host} has no address")
-    found = [each for one in host.split(",") for each in await _resolve(loop, one, port)]
+    found = [(one, *each) for one in host.split(",") for each in await _resolve(loop, one, port)]
     first = turn % max(1, len(found))
-    for left, (family, kind, proto, _, address) in zip(
+    for left, (one, family, kind, proto, _, address) in zip(
         reversed(range(len(found))), found[first:] + found[:first], strict=True
     ):
         connection = new_socket(family, kind | socket.SOCK_CLOEXEC, proto)
@@ -167,7 +170,7 @@ async def open_stream(
         stream = ByteStream(loop, connection)
         try:
             if tls is not None:
-                await stream.start_tls(*_context_and_name(tls, host))
+                await stream.start_tls(*_context_and_name(tls, one))
         except BaseException:
             stream.close()
             raise

@@ -194,10 +194,10 @@ async def _ips_to_listen_on(
 
 
 async def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
-    """First address of `host`: the store client tries them in the same order."""
+    """First address of `host`, or of the first of several: the store client tries them in the same order."""
     loop = asyncio.get_running_loop()
     try:
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        found = await loop.getaddrinfo(host.partition(",")[0], port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise DistNetworkError(f"cannot resolve {host!r}: {error}") from error
     family, _kind, _protocol, _name, address = found[0]

@@ -15,17 +15,20 @@ MEGABITS = 60
 """So slow that a busy machine keeps up."""
 
 
-def start_job(hosts: Namespaces, interfaces: str, steps: int, mebibytes: int, **environ: str) -> None:
+def start_job(hosts: Namespaces, interfaces: str, steps: int, mebibytes: int, *where: str, **environ: str) -> None:
     """Start one rank on each node, which sum vectors of so many MiB; the launchers and the store use `eth0`.
 
-    `environ` is for the launchers.
+    `environ` is for the launchers, as is `where`: options that have one of them host the store.
     """
-    hosts.start_store()
+    if where:
+        environ["ASYNCDIST_STORE"] = ""
+    else:
+        hosts.start_store()
     ranks = ["env", f"ASYNCDIST_SOCKET_IFNAME={interfaces}", sys.executable, "programs/steps.py"]
     for number, name in enumerate(NODES):
         for network in (1, 2):
             hosts.limit(name, network, MEGABITS)
-        options = ["--nnodes", "2", "--node-rank", str(number), "--no-python"]
+        options = ["--nnodes", "2", "--node-rank", str(number), *where, "--no-python"]
         hosts.launch(name, *options, *ranks, str(steps), "0", str(mebibytes << 17), ranks=1, **environ)
 
 
@@ -66,6 +69,20 @@ def test_launchers_that_use_several_interfaces_go_on_with_one(
     """After 3 s of silence they would give each other up."""
     hosts = namespaces_on_three_networks
     start_job(hosts, "eth1,eth2", 12, 4, ASYNCDIST_SOCKET_IFNAME="eth1,eth2")
+    hosts.until_said("node0", "step 2$")
+    fail(hosts, name, 1)
+    began_s = time.monotonic()
+    assert_all_end_well(hosts)
+    assert time.monotonic() - began_s > 4
+
+
+@pytest.mark.parametrize(("fail", "name"), [(Namespaces.take_down, "node1"), (Namespaces.drop, "node0")])
+def test_a_store_that_a_launcher_hosts_has_an_address_of_each_network(
+    namespaces_on_three_networks: Namespaces, fail: Callable[[Namespaces, str, int], None], name: str
+) -> None:
+    hosts = namespaces_on_three_networks
+    addresses = f"{hosts.address('node0', 1)},{hosts.address('node0', 2)}"
+    start_job(hosts, "eth1,eth2", 12, 4, "--rdzv-endpoint", f"{addresses}:29400")
     hosts.until_said("node0", "step 2$")
     fail(hosts, name, 1)
     began_s = time.monotonic()

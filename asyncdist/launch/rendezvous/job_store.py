@@ -234,7 +234,11 @@ async def _fitting_token(
 
 
 async def _bind_address(endpoint: Endpoint, nnodes: int) -> str:
-    """The address to bind for a host that may be a name; empty for all of this machine."""
+    """The address to bind for a host that may be a name, or several with commas; empty for all of this machine."""
+    hosts = endpoint.host.split(",")
+    if len(hosts) > 1:
+        addresses = [await _bind_address(Endpoint(host, endpoint.port), nnodes) for host in hosts]
+        return "" if any(map(_is_local, addresses)) else addresses[0]
     try:
         found = await asyncio.get_running_loop().getaddrinfo(endpoint.host, None, type=socket.SOCK_STREAM)
     except OSError as error:

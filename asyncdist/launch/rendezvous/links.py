@@ -54,9 +54,6 @@ _WORD_TIMEOUT_S: Final = 5.0
 _LOOK_S: Final = 1.0
 """How often a launcher looks which of its workers are stopped. That takes 0.1 ms for a worker, and people stop them."""
 
-_OTHER_INTERFACE_MS: Final = 1000
-"""Where launchers have several interfaces, another one is tried after this: long before they are given up."""
-
 _ANSWER_TIMEOUT_S: Final = 1.0
 """A launcher that is there answers within this: it does nothing but wait."""
 
@@ -149,8 +146,6 @@ async def open_link(place: LinkPlace) -> Store:
     from asyncdist.store.tcp_store import TCPStore
 
     store = TCPStore(place.host, place.port, token=place.key, namespace=LAUNCHERS_NAMESPACE, timeout=OPEN_TIMEOUT_S)
-    if "," in place.host:
-        store.dialer.unacknowledged_ms = _OTHER_INTERFACE_MS
     try:
         await store.__aenter__()
     except DistError as error:
