@@ -51,7 +51,7 @@ class Network:
         for rank, document in job.documents.items():
             look = self.looks[rank] = document.get("network", {})
             ips = [each["ip"] for each in look.get("listens", ())]
-            self.places[rank] = " ".join(filter(None, (document.get("host"), *ips[:1])))
+            self.places[rank] = " ".join(filter(None, (str(document.get("host") or ""), *ips[:1])))
             self.hosts[self.places[rank]].append(rank)
             for peer in look.get("peers", ()):
                 if (other := peer["rank"]) in job.documents:
@@ -139,7 +139,7 @@ class Network:
         for rank, document in self._job.documents.items():
             state = document.get("state", "")
             if "peers" not in self.looks[rank] and state not in ("left", "gone", "leaving"):
-                why = document.get("why", "its messages go by MPI, or its asyncdist is an older one")
+                why = str(document.get("why", "its messages go by MPI, or its asyncdist is an older one"))
                 alike["absent" if state == "absent" else why].append(rank)
         for why, ranks in alike.items():
             who = f"Rank{'s' if ranks[1:] else ''} {spell_ranks(ranks)}"

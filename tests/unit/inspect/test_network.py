@@ -177,6 +177,11 @@ def test_a_hostile_look_is_left_out(odd: Any) -> None:
     assert "network" not in document
 
 
+def test_speeds_are_no_words_of_ranks() -> None:
+    document = checked({"format": FORMAT, "version": VERSION, "rank": 0, "time": 1.0, "network": {"speeds": 7}})
+    assert document["network"] == {}
+
+
 def test_what_is_no_rank_or_says_nothing_breaks_nothing() -> None:
     odd = [peer(99, 1e-4), peer(-1, "E"), peer(0, "E"), peer(1), peer(1, "", why="\x1b[31m")]
     found = network(rank(0, *odd), {"rank": 1, "state": "silent"}, dict(rank(2)) | {"network": {"peers": odd}})

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from asyncdist.cli import main as command
 from asyncdist.inspect.dumps import FORMAT, VERSION
 from asyncdist.inspect.job import AFTERMATH_S, MAX_DUMP_BYTES, Job, checked
+from asyncdist.inspect.network import Network
 from asyncdist.inspect.perfetto import trace
 from asyncdist.inspect.why import AFTER_S, ROUNDS, Verdict, Why
 from asyncdist.page.look import look_back, look_now
@@ -273,10 +274,16 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
     max_leaves=4,
 )
+DIALS = [{"to": "tcp 10.0.0.1:1", "rtt_s": 1e-4}, {"to": "tcp 10.0.0.1:2", "error": "ETIMEDOUT"}]
+LINK = {"why": "", "state": "open", "over": "tcp 10.0.0.1:1", "sent": 1, "received": 1, "last_error": ""}
+LOOK = {"host_id": "h", "transport": "auto", "ports": "", "listens": [{"ip": "10.0.0.1", "port": 1}]}
+LOOK |= {"interfaces": [{"name": "eth0", "ip": "10.0.0.2"}], "bytes_per_s": 1.0, "error": ""}
 WHOLE = [
     rank(0, collective(waiting_for=[1]), message("recv", 1), store("k"), collective(0, "a", ended=NOW_S, error="e")),
     rank(1, message("isend", 0, tag=2), collective(1), awaits=tasks(main={"waits": "tasks", "tasks": ["b"]}, b={})),
 ]
+for number, each in enumerate(WHOLE):
+    each["network"] = LOOK | {"peers": [LINK | {"rank": 1 - number, "dials": DIALS}]}
 
 
 @settings(max_examples=200, deadline=None)
@@ -304,6 +311,9 @@ def test_hostile_documents_are_refused_or_judged(data: st.DataObject) -> None:
     assert json.dumps(looked.rows(), allow_nan=False)
     assert json.dumps(look_now(Job(found)) | look_back(Job(found), NOW_S), allow_nan=False)
     assert b"".join(trace(found)) or not found
+    network = Network(Job(found))
+    assert json.dumps(network.report(), allow_nan=False)
+    assert all(network.cell([one], [other]) is not None for one in range(2) for other in range(2))
 
 
 ODD = (float("nan"), float("inf"), -float("inf"), 10**400, 1 << 63, "1", None, [], {})
