@@ -22,6 +22,8 @@ from asyncdist.world.inspection import worlds_of
 from asyncdist.world.live import LiveWorld, measure_speeds
 from asyncdist.world.network import network_of
 
+SENTENCES_SHOWN: Final = 8
+"""Problems: what is wrong with many pairs has few causes."""
 ROWS_SHOWN: Final = 64
 """Ranks that have a line for what they advertise: a screen or two."""
 SIDE: Final = 12
@@ -30,9 +32,11 @@ SIDE: Final = 12
 
 def show_network(name: str, network: Network) -> None:
     """Print what is wrong, what ranks advertise, and how they reach each other; where they are many, their hosts."""
-    for problem in network.problems():
-        click.echo(printable((f"{name}: " if name else "") + problem.sentence))
-    click.echo(printable((f"{name}: " if name else "") + network.summary()))
+    sentences = [problem.sentence for problem in network.problems()]
+    more = len(sentences) - SENTENCES_SHOWN
+    told = [f"{more} problems more; --json shows all"] if more > 0 else []
+    for sentence in (*sentences[:SENTENCES_SHOWN], *told, network.summary()):
+        click.echo(printable((f"{name}: " if name else "") + sentence))
     console = table_console()
     rows = [["rank", "host", "listens on", "interfaces", "ports", "transport"]]
     for rank, look in list(network.looks.items())[:ROWS_SHOWN]:

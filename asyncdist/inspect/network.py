@@ -75,7 +75,7 @@ class Network:
         return f"{text}."
 
     def _unreachable(self) -> Iterator[Problem]:
-        """A sentence for each pair of hosts, and each way in which it fails."""
+        """A sentence for each host that is not reached, and each way in which that fails."""
         alike: dict[Any, list[tuple[int, int]]] = defaultdict(list)
         for (one, other), peer in self.pairs.items():
             wholly = (one, other) not in self.rtts
@@ -83,8 +83,8 @@ class Network:
             together = self.looks[one].get("host_id") == self.looks[other].get("host_id")  # one way suffices there
             ended = self._job.missing.get(other) in ("gone", "left", "leaving")
             if (errors or peer["why"]) and (wholly or not together) and not ended:
-                alike[not wholly, errors, self.places[one], self.places[other]].append((one, other))
-        for (partly, errors, *_), pairs in sorted(alike.items()):
+                alike[not wholly, errors, self.places[other]].append((one, other))
+        for (partly, errors, _), pairs in sorted(alike.items(), key=lambda each: each[0][0]):
             one, other = pairs[0]
             text = f"Rank {one} ({self.places[one]}) {'reaches in part only' if partly else 'cannot reach'} "
             text += f"rank {other} ({self.places[other]})"
@@ -98,7 +98,7 @@ class Network:
                     text += f" Rank {other} reaches rank {one}, so only one direction is closed."
                 text += self._advice(one, other)
             if len(pairs) > 1:
-                text += f" So it is with {len(pairs) - 1} more of the pairs of these hosts."
+                text += f" Pairs of ranks that fail so, to that host: {len(pairs)}."
             ranks = tuple(sorted({rank for pair in pairs for rank in pair}))
             yield Problem("partly" if partly else "unreachable", text, ranks)
 
@@ -123,10 +123,8 @@ class Network:
         usual = speeds[-1 - (len(speeds) - 1) // 4][0] if speeds else 0
         slow = [(speed, pair) for speed, pair in speeds if speed * SLOW < usual]
         if slow:
-            told = [
-                f"rank {one} ({self.places[one]}) to rank {other} ({self.places[other]}) {human_bytes(int(speed))}/s"
-                for speed, (one, other) in slow
-            ]
+            hosts = [(speed, self.places[one], self.places[other]) for speed, (one, other) in slow]
+            told = [f"{one} to {other} ({human_bytes(int(speed))}/s)" for speed, one, other in hosts]
             more = [f"{len(told) - NAMED} more"] if len(told) > NAMED else []
             text = f"A quarter of the links carry {human_bytes(int(usual))}/s or more, but slow are "
             text += f"{'; '.join(told[:NAMED] + more)}. Look at cables, negotiated speeds and what else uses them, or "

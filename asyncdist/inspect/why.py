@@ -266,7 +266,8 @@ class Why:
             ranks = tuple(operation.entry.get("waiting_for", ()))
             whom = f", and rank {operation.rank} has not heard from {_ranks(ranks)}" if ranks else ""
             what = "all ranks have called it" if operation.kind == "collective" else "both ends are there"
-            text = f"{waiting[0].upper()}{waiting[1:]}{whom}, though {what}: look at the network between them (asyncdist doctor --network)."
+            text = f"{waiting[0].upper()}{waiting[1:]}{whom}, though {what}: "
+            text += "look at the network between them (asyncdist doctor --network)."
             return Verdict("unheard", text, ranks)
         doing: dict[str, list[int]] = defaultdict(list)
         for rank in roots:

@@ -49,7 +49,7 @@ def test_ranks_whose_loops_hang_say_whom_they_cannot_reach() -> None:
     assert code == 1
     assert "cannot reach rank 1" in said
     assert " at tcp 127.0.0.1:1: it is refused" in said
-    assert "So it is with 1 more of the pairs of these hosts." in said
+    assert "Pairs of ranks that fail so, to that host: 2." in said
     assert "4 of 6 pairs of ranks that were tried reach each other" in said
     assert "sleeps or is blocked at <string>" in said
     looks: dict[int, Any] = {look["rank"]: look for look in report["network"]["ranks"]}
