@@ -43,6 +43,11 @@ _PARTS: Final[Mapping[str, type]] = {
     **dict.fromkeys(("entries", "groups", "stopped"), list),
     **dict.fromkeys(("threads", "tasks", "places", "awaits"), dict),
 }
+_SAID: Final[Mapping[str, type | tuple[type, ...]]] = {
+    **dict.fromkeys(("host", "reason"), str),
+    **dict.fromkeys(("loop_late", "loop_cpu"), (int, float)),
+    "pid": int,
+}
 _FIELDS: Final[Mapping[str, Mapping[str, type]]] = {
     "collective": {"group": str, "group_id": str, "tag": int, "sequence": int, "collective": str},
     "message": {"group": str, "group_id": str, "tag": int, "peer": int},
@@ -140,6 +145,9 @@ def checked(document: object) -> Document:
             raise ValueError(f"{name} is no {kind.__name__}")
     if not is_a(document.get("time"), (int, float)):
         raise ValueError("it has no time")
+    for name, said in _SAID.items():
+        if name in document and not is_a(document[name], said):
+            del document[name]
     document["stopped"] = [rank for rank in document["stopped"] if is_a(rank, int)]
     document["entries"] = list(filter(_is_entry, document["entries"][-MAX_ENTRIES:]))
     document["groups"] = list(filter(_is_group, document["groups"]))

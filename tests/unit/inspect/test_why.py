@@ -286,6 +286,28 @@ for number, each in enumerate(WHOLE):
     each["network"] = LOOK | {"peers": [LINK | {"rank": 1 - number, "dials": DIALS}]}
 
 
+def test_a_verdict_about_an_operation_follows_that_one() -> None:
+    older, expired = store("k", issued=NOW_S - 100), collective(1, "a", issued=NOW_S - 0.1)
+    job = Job([rank(0, older, expired), rank(1)])
+    about = {"group_id": GROUPS["a"], "tag": 0, "sequence": 1}
+    assert "key 'k'" in Why(job).verdict().sentence
+    assert Why(job, 0.0, about).hang().startswith("Rank 1 has not called all_reduce #1 of group a")
+    assert not Why(job, 0.0, about | {"sequence": 2}).hang()
+
+
+@pytest.mark.parametrize(
+    ("state", "said"), [("stopped", True), ("gone", True), ("silent", False), ("refused", False), ("undumped", False)]
+)
+def test_no_rank_is_accused_that_nothing_is_known_of(state: str, said: bool) -> None:
+    job = Job([rank(0, collective(waiting_for=[1])), {"rank": 1, "state": state}])
+    assert bool(Why(job).hang()) == said
+
+
+@pytest.mark.parametrize("name", ["host", "pid", "reason", "loop_late", "loop_cpu"])
+def test_what_a_document_says_wrongly_of_its_process_is_left_out(name: str) -> None:
+    assert name not in checked(rank(0) | {name: [float("inf")]})
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_hostile_documents_are_refused_or_judged(data: st.DataObject) -> None:
