@@ -42,7 +42,7 @@ def instrument(
     """Measure each operation that this rank issues in `group` from now on, and make a span of it, until it ends.
 
     A span's parent is the span that was current where the operation was issued. Nothing of it travels to other ranks:
-    spans of one collective have the same group, tag and sequence number on all of them. The providers are those of the
+    spans of one collective have the same `asyncdist.operation.id` on all of them. The providers are those of the
     process unless given. Local; an operation takes microseconds longer, and tens of them with an SDK.
     Returns a function that ends it. Raises ValueError where there is no group.
     """
@@ -64,7 +64,9 @@ def instrument(
         duration.record(seconds, labels)
         place: dict[str, Any] = {"asyncdist.group": entry[GROUP].name, "asyncdist.bytes": work.nbytes}
         if isinstance(entry[PLACE], tuple):
-            place["asyncdist.tag"], place["asyncdist.sequence"] = entry[PLACE]
+            tag, sequence = entry[PLACE]
+            place |= {"asyncdist.tag": tag, "asyncdist.sequence": sequence}
+            place["asyncdist.operation.id"] = f"{entry[GROUP].group_id:016x}/{tag}/{sequence}"
             if well and isinstance(said, int):
                 last = place["asyncdist.last_rank"] = entry[GROUP].ranks[said]
                 waited_for.add(1, {"asyncdist.operation": work.operation, "asyncdist.rank": last})

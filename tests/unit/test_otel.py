@@ -62,7 +62,15 @@ def test_operations_are_measured_and_are_children_of_the_callers_span() -> None:
         await group.barrier()
         return told
 
-    for rank, told in enumerate(run_world(2, main)):
+    ranks = run_world(2, main)
+    names = ("asyncdist.all_reduce", "asyncdist.barrier")
+    ids = [
+        {one.name: one.attributes["asyncdist.operation.id"] for one in each.spans() if one.name in names}
+        for each in ranks
+    ]
+    assert ids[0] == ids[1]
+    assert len(set(ids[0].values())) == 2
+    for rank, told in enumerate(ranks):
         labels = {labels["asyncdist.operation"]: (labels, point) for labels, point in told.points(DURATION)}
         assert labels.keys() == {"all_reduce", "barrier", "recv" if rank else "send"}
         assert labels["all_reduce"][0]["asyncdist.size"] == "64KiB"
