@@ -29,6 +29,4 @@ def add_page(server: StoreServer, application: web.Application) -> None:
         return {name: known[name] for name in ("clients", "keys", "waiters")}
 
     sys.setswitchinterval(min(SWITCH_S, sys.getswitchinterval()))
-    page = Page(StoreJobs(server), tokens, numbers)
-    application.add_routes(page.routes())
-    application.on_shutdown.append(page.close)
+    Page(StoreJobs(server), tokens, numbers).add_to(application)

@@ -46,7 +46,6 @@ def look_now(job: Job) -> dict[str, Any]:
         "verdict": verdict.kind,
         "sentence": verdict.sentence,
         "ranks": rows,
-        "waits": [[row["rank"], awaited] for row in rows for awaited in row["waits_for"]],
     }
 
 

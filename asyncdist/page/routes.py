@@ -13,7 +13,6 @@ import hmac
 import json
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -36,6 +35,7 @@ HEADERS: Final = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
+SEES_NAMES: Final = ("open", "logged in")
 SESSION_S: Final = 8 * 3600.0
 SESSIONS: Final = 64
 """The oldest makes room."""
@@ -75,45 +75,41 @@ class Page:
         self._jobs = jobs
         self._tokens = tokens
         self._numbers = numbers
-        self._sessions: OrderedDict[str, tuple[str, float]] = OrderedDict()
+        self._sessions: dict[str, tuple[str, float]] = {}
         """The token that each was begun with, and when it ends."""
         self._looks: dict[str, _Looks] = {}
-        self._streams: set[asyncio.Task[Any]] = set()
 
-    def routes(self) -> list[web.RouteDef]:
-        """All paths of the page."""
-        return [
-            web.get("/", self._file),
-            web.get("/page/state", self._state),
-            web.post("/page/login", self._login),
-            web.post("/page/logout", self._logout),
-            web.get("/page/events", self._events),
-            web.get("/page/timeline", self._timeline),
-            web.get("/page/{name:[A-Za-z./]+}", self._file),
-        ]
+    def add_to(self, application: web.Application) -> None:
+        """Serve all paths of the page."""
+        application.add_routes(
+            [
+                web.get("/", self._index),
+                web.get("/page/state", self._state),
+                web.post("/page/login", self._login),
+                web.post("/page/logout", self._logout),
+                web.get("/page/events", self._events),
+                web.get("/page/timeline", self._timeline),
+                web.static("/page", STATIC),
+            ]
+        )
+        application.on_response_prepare.append(_add_headers)
+        application.on_shutdown.append(self.close)
 
     async def close(self, _application: web.Application) -> None:
         """End all streams of looks."""
-        for stream in self._streams:
-            stream.cancel()
-        await asyncio.gather(*self._streams, return_exceptions=True)
+        for looks in self._looks.values():
+            looks.close()
 
-    async def _file(self, request: web.Request) -> web.StreamResponse:
-        name = request.match_info.get("name", "index.html")
-        path = (STATIC / name).resolve()
-        if not path.is_relative_to(STATIC) or not path.is_file():
-            raise web.HTTPNotFound
-        return web.FileResponse(path, headers=HEADERS | {"Cache-Control": "no-cache"})
+    async def _index(self, request: web.Request) -> web.FileResponse:
+        return web.FileResponse(STATIC / "index.html")
 
     async def _state(self, request: web.Request) -> web.Response:
         access = self._access(request)
-        seen = access in ("open", "logged in")
         try:
-            jobs, clients = await self._jobs.store() if seen else ([], [])
+            jobs, clients = await self._jobs.store() if access in SEES_NAMES else ([], [])
         except DistError as error:
             raise _unknown(error) from error
-        state = {"access": access, "numbers": self._numbers(), "jobs": jobs, "clients": clients}
-        return web.json_response(state, headers=HEADERS)
+        return web.json_response({"access": access, "numbers": self._numbers(), "jobs": jobs, "clients": clients})
 
     def _access(self, request: web.Request) -> str:
         local = _over_loopback(request)
@@ -127,9 +123,9 @@ class Page:
     def _check(self, request: web.Request) -> str:
         """Which job is meant, for somebody who may see it; a page of another site is not to keep ranks busy."""
         if request.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
-            raise web.HTTPForbidden(text="sent by another page", headers=HEADERS)
-        if self._access(request) not in ("open", "logged in"):
-            raise web.HTTPUnauthorized(text="log in first", headers=HEADERS)
+            raise web.HTTPForbidden(text="sent by another page")
+        if self._access(request) not in SEES_NAMES:
+            raise web.HTTPUnauthorized(text="log in first")
         return request.query.get("job", "")
 
     async def _login(self, request: web.Request) -> web.Response:
@@ -139,16 +135,16 @@ class Page:
         known = [token for token in self._tokens() if hmac.compare_digest(given, token.encode())]
         if not known:
             await asyncio.sleep(REFUSED_S)  # others do not wait: whoever guesses is not to keep them out
-            raise web.HTTPForbidden(text="That is not the store's token.", headers=HEADERS)
+            raise web.HTTPForbidden(text="That is not the store's token.")
         session = secrets.token_urlsafe(32)
         self._sessions[session] = known[0], time.monotonic() + SESSION_S
         while len(self._sessions) > SESSIONS:
-            self._sessions.popitem(last=False)
-        return web.Response(text=session, headers=HEADERS)
+            del self._sessions[next(iter(self._sessions))]
+        return web.Response(text=session)
 
     async def _logout(self, request: web.Request) -> web.Response:
         self._sessions.pop(_session(request), None)
-        return web.Response(status=204, headers=HEADERS)
+        return web.Response(status=204)
 
     async def _timeline(self, request: web.Request) -> web.Response:
         try:
@@ -156,25 +152,22 @@ class Page:
         except DistError as error:
             raise _unknown(error) from error
         if trace is None:
-            raise web.HTTPNotFound(text="that job is not there any more", headers=HEADERS)
+            raise web.HTTPNotFound(text="that job is not there any more")
         return web.Response(body=trace, headers=HEADERS, content_type="application/octet-stream")
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         """Send looks until the browser goes away: all who look at one job see the same ones."""
         name = self._check(request)
-        if len(self._streams) >= VIEWERS:
-            raise web.HTTPServiceUnavailable(text=f"{VIEWERS} others look already", headers=HEADERS)
-        response = web.StreamResponse(headers=HEADERS | {"Content-Type": "text/event-stream"})
-        await response.prepare(request)
+        if sum(looks.viewers for looks in self._looks.values()) >= VIEWERS:
+            raise web.HTTPServiceUnavailable(text=f"{VIEWERS} others look already")
         looks = self._looks.get(name)
         if looks is None:
             looks = self._looks[name] = _Looks(self._jobs, name)
         looks.viewers += 1
-        stream = asyncio.current_task()
-        assert stream is not None
-        self._streams.add(stream)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         try:
-            while self._access(request) in ("open", "logged in"):
+            await response.prepare(request)
+            while self._access(request) in SEES_NAMES:
                 text = await looks.next()
                 if text is None:
                     break
@@ -183,7 +176,6 @@ class Page:
         except (ConnectionError, DistError, TimeoutError):  # the browser has gone, or tries again
             pass
         finally:
-            self._streams.discard(stream)
             looks.viewers -= 1
             if not looks.viewers:
                 looks.close()
@@ -220,7 +212,7 @@ class _Looks:
         return await asyncio.to_thread(lambda: json.dumps(look_now(job) | self._back).encode())
 
     def close(self) -> None:
-        """Nobody looks."""
+        """Nobody looks any more: who waits for a look is cancelled."""
         if self._next is not None:
             self._next.cancel()
 
@@ -230,9 +222,12 @@ def _session(request: web.Request) -> str:
 
 
 def _unknown(error: DistError) -> web.HTTPException:
-    return web.HTTPServiceUnavailable(text=f"the store does not answer: {error}", headers=HEADERS)
+    return web.HTTPServiceUnavailable(text=f"the store does not answer: {error}")
 
 
 def _over_loopback(request: web.Request) -> bool:
-    peer: Any = request.transport.get_extra_info("peername") if request.transport is not None else None
-    return bool(peer) and is_loopback(peer[0])
+    return bool(request.remote) and is_loopback(str(request.remote))
+
+
+async def _add_headers(_request: web.Request, response: web.StreamResponse) -> None:
+    response.headers.update(HEADERS)

@@ -82,8 +82,7 @@ class Served:
 
     async def _start(self) -> None:
         application = web.Application()
-        application.add_routes(self.page.routes())
-        application.on_shutdown.append(self.page.close)
+        self.page.add_to(application)
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)

@@ -13,7 +13,7 @@ class Timeline:
 
     def __init__(self, data: bytes) -> None:
         parsed = Trace.FromString(data)
-        self.tracks = {}
+        self.tracks: dict[int, Any] = {}
         self.slices: list[dict[str, Any]] = []
         self.instants: list[dict[str, Any]] = []
         self.counters: dict[int, list[int]] = defaultdict(list)

@@ -55,7 +55,7 @@ function show(look) {
   setText(at("verdict"), look.sentence);
   at("verdict").className = { healthy: "good", unknown: "wait" }[look.verdict] ?? "bad";
   showRanks();
-  setText(at("matrix-text"), drawMatrix(at("matrix"), look.size, look.waits));
+  setText(at("matrix-text"), drawMatrix(at("matrix"), look.size, look.ranks));
   fillTable(at("stragglers"), STRAGGLERS, look.stragglers);
   if (look.back_to !== shownTo) throughput.add(look.back_to, look.bytes_per_s);
   shownTo = look.back_to;

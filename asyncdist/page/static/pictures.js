@@ -6,7 +6,8 @@ const TEXTS = 40;
 
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-export function drawMatrix(canvas, size, waits) {
+export function drawMatrix(canvas, size, ranks) {
+  const waits = ranks.flatMap((row) => row.waits_for.map((awaited) => [row.rank, awaited]));
   const cell = Math.max(1, Math.floor(320 / Math.max(size, 1)));
   canvas.width = canvas.height = Math.max(size * cell, 1);
   const pen = canvas.getContext("2d");
