@@ -39,42 +39,56 @@ STATES: Final = {
 }
 """Of a rank that says nothing. Such a document has `rank`, `state`, perhaps `why`, and no entries."""
 
-_PARTS: Final[Mapping[str, type]] = {
-    **dict.fromkeys(("entries", "groups", "stopped"), list),
-    **dict.fromkeys(("threads", "tasks", "places", "awaits"), dict),
+_NUMBER: Final = (int, float)
+_PLACE: Final = {**dict.fromkeys(("site?", "function?", "call?", "waits?"), str), "tasks?": [str]}
+_PARTS: Final[Mapping[str, tuple[type, Any]]] = {
+    "groups": (list, {"id": str, "name": str, "ranks": [int]}),
+    "stopped": (list, int),
+    **dict.fromkeys(("threads", "tasks"), (dict, [str])),
+    **dict.fromkeys(("places", "awaits"), (dict, _PLACE)),
 }
-_SAID: Final[Mapping[str, type | tuple[type, ...]]] = {
-    **dict.fromkeys(("host", "reason"), str),
-    **dict.fromkeys(("loop_late", "loop_cpu"), (int, float)),
-    "pid": int,
-}
-_FIELDS: Final[Mapping[str, Mapping[str, type]]] = {
-    "collective": {"group": str, "group_id": str, "tag": int, "sequence": int, "collective": str},
-    "message": {"group": str, "group_id": str, "tag": int, "peer": int},
-    "store": {"keys": list},
-    "event": {"group": str, "group_id": str},
-}
-_OPTIONAL: Final[Mapping[str, type | tuple[type, ...]]] = {
-    **dict.fromkeys(("site", "function", "task", "error", "awaited_at", "transport"), str),
-    **dict.fromkeys(("root", "last", "bytes", "peer"), int),
-    **dict.fromkeys(("waiting_for", "waiters"), list),
-    "ended": (int, float),
-}
-
+"""Of what a document has many, empty where it says nothing: what is not of that shape is left out."""
 _NETWORK: Final[Mapping[str, Any]] = {
     **dict.fromkeys(("host_id?", "transport?", "ports?", "error?"), str),
-    "bytes_per_s?": (int, float),
+    "bytes_per_s?": _NUMBER,
     "listens?": [{"ip": str, "port": int}],
     "interfaces?": [{"name": str, "ip": str}],
     "peers?": [
         {
             **dict.fromkeys(("rank", "sent", "received"), int),
             **dict.fromkeys(("why", "state", "over", "last_error"), str),
-            "dials": [{"to": str, "rtt_s?": (int, float), "error?": str}],
+            "dials": [{"to": str, "rtt_s?": _NUMBER, "error?": str}],
         }
     ],
 }
-"""Of `world.network`; `?` marks what may be missing."""
+"""Of `world.network`."""
+_SAID: Final[Mapping[str, Any]] = {
+    "host": str,
+    "reason": str,
+    "pid": int,
+    "loop_late": _NUMBER,
+    "loop_cpu": _NUMBER,
+    "clock": {"host": str, "compared": [{"rank": int, "ahead_s": _NUMBER, "bound_s": _NUMBER}]},
+    "network": _NETWORK,
+}
+"""What it may say of its process, left out likewise."""
+_ENTRY: Final[Mapping[str, Any]] = {
+    "operation": str,
+    "issued": _NUMBER,
+    "ended?": _NUMBER,
+    **dict.fromkeys(("site?", "function?", "task?", "error?", "awaited_at?", "transport?"), str),
+    **dict.fromkeys(("root?", "last?", "bytes?", "peer?"), int),
+    "waiting_for?": [int],
+    "waiters?": [str],
+}
+_OF_GROUP: Final = {**_ENTRY, "group": str, "group_id": str}
+_ENTRIES: Final[Mapping[str, Mapping[str, Any]]] = {
+    "collective": {**_OF_GROUP, "tag": int, "sequence": int, "collective": str},
+    "message": {**_OF_GROUP, "tag": int, "peer": int},
+    "store": {**_ENTRY, "keys": [str]},
+    "event": _OF_GROUP,
+}
+"""Shapes of entries by their kind; `?` marks what may be missing."""
 
 
 class Job:
@@ -140,32 +154,30 @@ def checked(document: object) -> Document:
         number = document.setdefault(name, 0)
         if type(number) is not int or not 0 <= number <= MAX_RANKS:
             raise ValueError(f"{name} is {number!r:.40}")
-    for name, kind in _PARTS.items():
+    if not is_a(document.get("time"), _NUMBER):
+        raise ValueError("it has no time")
+    entries = document.setdefault("entries", [])
+    if not isinstance(entries, list):
+        raise ValueError("entries is no list")
+    document["entries"] = list(filter(_is_entry, entries[-MAX_ENTRIES:]))
+    for name, (kind, shape) in _PARTS.items():
         if not isinstance(document.setdefault(name, kind()), kind):
             raise ValueError(f"{name} is no {kind.__name__}")
-    if not is_a(document.get("time"), (int, float)):
-        raise ValueError("it has no time")
-    for name, said in _SAID.items():
-        if name in document and not is_a(document[name], said):
+        if kind is list:
+            document[name] = [one for one in document[name] if _fits(one, shape)]
+        else:
+            document[name] = {key: one for key, one in document[name].items() if _fits(one, shape)}
+    for name, shape in _SAID.items():
+        if not _fits(document, {f"{name}?": shape}):
             del document[name]
-    document["stopped"] = [rank for rank in document["stopped"] if is_a(rank, int)]
-    document["entries"] = list(filter(_is_entry, document["entries"][-MAX_ENTRIES:]))
-    document["groups"] = list(filter(_is_group, document["groups"]))
-    for name in ("places", "awaits"):
-        document[name] = {key: place for key, place in document[name].items() if _is_place(place)}
-    for name in ("threads", "tasks"):
-        document[name] = {key: lines for key, lines in document[name].items() if _are_lines(lines)}
-    if _fits(document.get("network", {}), _NETWORK):
-        document.get("network", {}).pop("speeds", None)  # whoever asks writes them there
-    else:
-        del document["network"]
+    document.get("network", {}).pop("speeds", None)  # whoever asks writes them there
     return document
 
 
 def _fits(value: object, shape: Any) -> bool:
     if isinstance(shape, dict):
         return isinstance(value, dict) and all(
-            _fits(value[name.rstrip("?")], kind) if name.rstrip("?") in value else name.endswith("?")
+            _fits(value[bare], kind) if (bare := name.rstrip("?")) in value else bare != name
             for name, kind in shape.items()
         )
     if isinstance(shape, list):
@@ -184,38 +196,8 @@ def is_a(value: object, kind: type | tuple[type, ...]) -> bool:
 
 
 def _is_entry(entry: object) -> bool:
-    if not isinstance(entry, dict) or not isinstance(entry.get("kind"), str) or entry["kind"] not in _FIELDS:
-        return False
-    needed: dict[str, Any] = {"operation": str, "issued": (int, float), **_FIELDS[entry["kind"]]}
-    optional = {name: kind for name, kind in _OPTIONAL.items() if name in entry}
-    return (
-        all(is_a(entry.get(name), kind) for name, kind in {**needed, **optional}.items())
-        and all(is_a(rank, int) for rank in entry.get("waiting_for", ()))
-        and all(isinstance(text, str) for name in ("waiters", "keys") for text in entry.get(name, ()))
-    )
-
-
-def _is_place(place: object) -> bool:
-    return (
-        isinstance(place, dict)
-        and all(isinstance(place.get(name, ""), str) for name in ("site", "function", "call", "waits"))
-        and isinstance(place.get("tasks", []), list)
-        and all(isinstance(task, str) for task in place.get("tasks", ()))
-    )
-
-
-def _are_lines(lines: object) -> bool:
-    return isinstance(lines, list) and all(isinstance(line, str) for line in lines)
-
-
-def _is_group(group: object) -> bool:
-    return (
-        isinstance(group, dict)
-        and isinstance(group.get("id"), str)
-        and isinstance(group.get("name"), str)
-        and isinstance(group.get("ranks"), list)
-        and all(is_a(rank, int) for rank in group["ranks"])
-    )
+    kind = entry.get("kind") if isinstance(entry, dict) else None
+    return isinstance(kind, str) and kind in _ENTRIES and _fits(entry, _ENTRIES[kind])
 
 
 def _of_last_failure(documents: Sequence[Document]) -> Document:

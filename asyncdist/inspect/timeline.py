@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from typing import Any, NamedTuple, TypeAlias
 
-from asyncdist.inspect.job import MAX_NUMBER, Document, is_send
+from asyncdist.inspect.job import Document, is_send
 
 
 class Clock(NamedTuple):
@@ -32,8 +32,8 @@ def clocks(documents: Sequence[Document]) -> dict[int, Clock]:
     compared: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
     for document in documents:
         own = _host(document)
-        for rank, ahead_s, bound_s in _compared(document):
-            other = hosts.get(rank, own)
+        for told in document.get("clock", {}).get("compared", ()):
+            other, ahead_s, bound_s = hosts.get(told["rank"], own), told["ahead_s"], abs(told["bound_s"])
             compared[own].append((bound_s, ahead_s, other))
             compared[other].append((bound_s, -ahead_s, own))
     found: dict[str, tuple[float, float]] = {}
@@ -47,24 +47,9 @@ def clocks(documents: Sequence[Document]) -> dict[int, Clock]:
     return {rank: Clock(host, *found.get(host, (0.0, math.inf))) for rank, host in hosts.items()}
 
 
-def _compared(document: Document) -> Iterator[tuple[int, float, float]]:
-    """Other ranks, how far their clocks are ahead, and within what; a dump may hold anything."""
-    match document.get("clock"):
-        case {"compared": [*told]}:
-            for one in told:
-                match one:
-                    case {"rank": int(rank), "ahead_s": float(ahead_s), "bound_s": float(bound_s)} if (
-                        bound_s >= 0 and abs(ahead_s) < MAX_NUMBER
-                    ):
-                        yield rank, ahead_s, bound_s
-
-
 def _host(document: Document) -> str:
     """Containers of a host have names of their own, and one clock."""
-    match document.get("clock"):
-        case {"host": str(host)} if host:
-            return host
-    return str(document.get("host"))
+    return str(document.get("clock", {}).get("host") or document.get("host"))
 
 
 Entry: TypeAlias = Mapping[str, Any]

@@ -7,10 +7,11 @@ what that rank does instead.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import PurePath
@@ -77,16 +78,8 @@ class Why:
 
     def verdict(self) -> Verdict:
         """The first that is found, in the order of the module's text."""
-        looks: Sequence[Callable[[], Verdict | None]] = (
-            self._mismatch,
-            self._departure,
-            self._wrong_tag,
-            self._deadlock,
-            self._late,
-            self._failure,
-            self._slow,
-        )
-        for look in looks:
+        certain = (self._mismatch, self._departure, self._wrong_tag, self._deadlock)
+        for look in (*certain, self._late, self._failure, self._slow):
             if (found := look()) is not None:
                 return found
         known = [rank for rank in self.job.documents if rank not in self.job.missing]
@@ -197,14 +190,16 @@ class Why:
         cycle = [operation for operation in self.waits.cycle() if operation in old]
         if cycle:
             first = cycle.index(min(cycle, key=lambda one: one.rank))
-            cycle = cycle[first:] + cycle[:first]
-            follow = zip(cycle, (*cycle[1:], cycle[0]), strict=True)
-            told = [self._waits_for(operation, after.rank) for operation, after in follow]
-            more = f"; and so on, {len(told)} in all" if len(told) > 2 * NAMED else ""
-            ranks = tuple(dict.fromkeys(operation.rank for operation in cycle))
-            text = f"Deadlock of {_ranks(ranks)}: {'; '.join(told[: 2 * NAMED])}{more}."
-            return Verdict("deadlock", text, ranks, proven=True)
+            ranks, told = self._circle(cycle[first:] + cycle[:first])
+            return Verdict("deadlock", f"Deadlock of {_ranks(ranks)}: {told}.", ranks, proven=True)
         return None
+
+    def _circle(self, cycle: Sequence[Operation]) -> tuple[tuple[int, ...], str]:
+        """The ranks of operations each of which waits for the rank of the next, and what each waits for."""
+        pairs = zip(cycle, (*cycle[1:], cycle[0]), strict=True)
+        told = [self._waits_for(one, after.rank) for one, after in itertools.islice(pairs, 2 * NAMED)]
+        more = [f"and so on, {len(cycle)} in all"] if len(cycle) > len(told) else []
+        return tuple(dict.fromkeys(one.rank for one in cycle)), "; ".join(told + more)
 
     def _late(self) -> Verdict | None:
         """Whom the oldest operation waits for in the end."""
@@ -229,14 +224,8 @@ class Why:
             if roots or not following:
                 return self._odd_one_out(operation, tuple(roots))
             if following[0] in path:
-                circle = path[path.index(following[0]) :]
-                told = [
-                    self._waits_for(one, after.rank)
-                    for one, after in zip(circle, (*circle[1:], circle[0]), strict=True)
-                ]
-                ranks = tuple(dict.fromkeys(one.rank for one in circle))
-                free = self._free(ranks)
-                text = f"{_ranks(ranks, upper=True)} wait for each other: {'; '.join(told[: 2 * NAMED])}{free}."
+                ranks, told = self._circle(path[path.index(following[0]) :])
+                text = f"{_ranks(ranks, upper=True)} wait for each other: {told}{self._free(ranks)}."
                 return Verdict("deadlock", text, ranks)
             path.append(following[0])
 
@@ -254,9 +243,9 @@ class Why:
             f"Rank {operation.rank} waits for {'a key' if not keys else 'the key ' + keys} of the store "
             f"({operation.entry['operation']}{self._at(operation.entry)}), which nobody has set"
         )
-        for before in (*path[-2:-1], *(one for one in self._old if operation.rank in one.needs and not one.any)):
-            text += f"; {self._wait_in(self._same(before), before)} for rank {operation.rank}"
-            break
+        waits = (*path[-2:-1], *(one for one in self._old if operation.rank in one.needs and not one.any))
+        if waits:
+            text += f"; {self._wait_in(self._same(waits[0]), waits[0])} for rank {operation.rank}"
         return Verdict("key", text + ".", (operation.rank,), proven=operation in self.waits.stuck)
 
     def _odd_one_out(self, operation: Operation, roots: tuple[int, ...]) -> Verdict:

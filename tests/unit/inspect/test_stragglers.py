@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from asyncdist.inspect.dumps import FORMAT, VERSION
+from asyncdist.inspect.job import checked
 from asyncdist.inspect.stragglers import stragglers
 from asyncdist.inspect.timeline import clocks
 
@@ -83,7 +85,8 @@ def test_times_of_other_hosts_are_corrected_and_nobody_is_blamed_in_doubt(bound_
     [None, 3, {}, {"host": 1}, {"compared": 1}, {"compared": [1, {}, {"rank": 1, "ahead_s": "1", "bound_s": -1.0}]}],
 )
 def test_a_dump_may_say_anything_of_its_clock(clock: Any) -> None:
-    found = clocks([document(0, []), document(1, [], clock=clock, host="two")])
+    dump = document(1, [], clock=clock, host="two", format=FORMAT, version=VERSION, time=1.0)
+    found = clocks([document(0, []), checked(dump)])
     assert (found[1].host, found[1].bound_s) == ("two", float("inf"))
 
 
