@@ -23,7 +23,6 @@ from asyncdist.collectives.shared.layout import MAX_LANE_RANKS
 from asyncdist.collectives.shared.recipes import in_records, inline_of
 from asyncdist.concurrency import trace as events
 from asyncdist.errors import DistStoreError
-from asyncdist.inspect.recorder import SHAPE
 from asyncdist.plan.algorithms.registry import build
 from asyncdist.plan.builder import one_by_one
 from asyncdist.plan.problem import Problem
@@ -115,8 +114,6 @@ class HostBackend(GroupBackend):
             recipe = self.recipe_for(call, place.memory)
         lane = place.lane
         inline = recipe.inline
-        if (inline is None or inline.pieces is not None) and work.entry is not None:
-            work.entry[SHAPE] = recipe.key  # that of each call would take the cache from larger arrays
         if inline is not None and lane is not None:
             short = InlineOperation(self, lane.inline, inline, call, work, on_end)
             if inline.pieces is None or inline.pieces.fit(short):
@@ -267,7 +264,7 @@ class HostBackend(GroupBackend):
         kernel = None if call.op is None else reduction.kernel(call.op, call.dtype)
         if len(self._recipes) >= RECIPES_KEPT:
             del self._recipes[next(iter(self._recipes))]
-        recipe = Recipe(call.recipe_key, plan, fingerprint, kernel, inline_of(call, plan, memory, fingerprint, kernel))
+        recipe = Recipe(plan, fingerprint, kernel, inline_of(call, plan, memory, fingerprint, kernel))
         self._recipes[call.recipe_key, memory] = recipe
         return recipe
 

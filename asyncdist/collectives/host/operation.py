@@ -33,11 +33,7 @@ SPARES: Final = 8
 class Recipe:
     """What all calls with the same collective, sizes, dtype, root and reduction share."""
 
-    def __init__(
-        self, key: tuple[Any, ...], plan: Plan, fingerprint: int, kernel: Kernel | None, inline: InlineRecipe | None
-    ) -> None:
-        self.key = key
-        """`Call.recipe_key` of each of them."""
+    def __init__(self, plan: Plan, fingerprint: int, kernel: Kernel | None, inline: InlineRecipe | None = None) -> None:
         self.plan = plan
         self.inline = inline
         """How it goes inline through a lane, if it does."""
