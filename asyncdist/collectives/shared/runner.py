@@ -366,7 +366,7 @@ class SharedSteps:
     def issue(self, index: int, step: Instruction) -> bool:
         """Try a step; True if it is done, else `step_done` follows."""
         runner = self._runner
-        if not runner.pumping:
+        if runner.again is None and not runner.pumping:
             runner.soon()
         operation = self.operation
         try:
