@@ -44,7 +44,7 @@ from asyncdist.transport.mesh import Mesh
 from asyncdist.transport.protocol.frame import pack_key
 from asyncdist.weights.manifest import MAX_MANIFEST_BYTES, Manifest, WeightsError, digest
 from asyncdist.weights.members import BROKEN, Member, members_of, view_of
-from asyncdist.weights.staging import Ref, Stage, Threads, new_memory
+from asyncdist.weights.staging import Ref, Stage, Threads, new_memory, unmap
 from asyncdist.work import Work
 from asyncdist_server.wire.auth import derive_key, load_token
 
@@ -207,7 +207,7 @@ class Peer:
     def _give_back(self, stage: Stage) -> None:
         stage.unused = True
         if stage.segment is not None:
-            self.threads.later(stage.segment.release)
+            self.threads.later(partial(unmap, stage.segment))
         if stage.source is not None and not stage.lent and not stage.spoiled:
             self._say_done(*stage.source)
             stage.source = None

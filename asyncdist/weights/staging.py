@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import mmap
 import os
 import sys
 import threading
@@ -23,6 +24,7 @@ from asyncdist.concurrency import trace as events
 from asyncdist.concurrency.tasks import ended, uninterrupted
 from asyncdist.errors import RemoteProtocolError
 from asyncdist.transport.fork import SocketSet
+from asyncdist.transport.shared_memory.process_memory import madvise
 from asyncdist.transport.shared_memory.segment import AttachedSegment, Segment
 from asyncdist.weights.manifest import Manifest, WeightsError, digest
 
@@ -35,6 +37,9 @@ PIECE_BYTES: Final = 1 << 20
 PAUSE_S: Final = 1e-6
 """After each piece a thread sleeps, which takes some 60 us, so that others run on its core. Linux lets what wakes up
 there wait otherwise for the end of a time slice, whatever the niceness. A version takes a third longer for that."""
+UNMAPPED_BYTES: Final = 4 << 20
+"""Of which the pages are given back at once. To unmap 1 GiB takes Linux 30 ms, in which no other thread of the process,
+as that of the loop, can map memory: every large array that it makes would wait."""
 UNKNOWN: Final = -1
 """In place of a checksum: they are taken of what is sent, and what is mapped is not sent."""
 LOOK_BYTES: Final = 4096
@@ -143,6 +148,14 @@ def new_memory(nbytes: int, fds: SocketSet) -> tuple[memoryview, Segment | None]
         events.info("weights: no shared memory of %d bytes: %s", nbytes, error)
         return np.empty(nbytes, np.uint8).data, None
     return segment.view, segment
+
+
+def unmap(segment: Segment | AttachedSegment) -> None:
+    """Unmap it by pieces; all views must have been released. What it holds stays for other maps of it."""
+    address = np.frombuffer(segment.view, np.uint8).ctypes.data
+    for offset in range(0, segment.size, UNMAPPED_BYTES):
+        madvise(address + offset, min(UNMAPPED_BYTES, segment.size - offset), mmap.MADV_DONTNEED)
+    segment.release()
 
 
 class _Filling(NamedTuple):

@@ -164,13 +164,13 @@ def test_one_rank_that_neither_lends_nor_reads(size: int) -> None:
 AGAIN = """
 from asyncdist.transport.shared_memory import process_memory
 process_memory._huge_page_bytes = lambda: 2 << 20
-asked, madvise = set(), process_memory._madvise
+asked, madvise = set(), process_memory.madvise
 
 def counted(address, nbytes, advice):
     asked.add(address // (2 << 20))
     return madvise(address, nbytes, advice)
 
-process_memory._madvise = counted
+process_memory.madvise = counted
 
 async def main():
     async with dist.init_process_group() as group:

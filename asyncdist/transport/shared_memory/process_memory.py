@@ -177,7 +177,7 @@ class OwnMemory:
         end = min((address + nbytes) // huge * huge, begin + MOVED_BYTES)
         if not start:
             end = address  # nobody knows yet whether it is used again
-        elif begin < end and _madvise(begin, end - begin, _MADV_COLLAPSE):
+        elif begin < end and madvise(begin, end - begin, _MADV_COLLAPSE):
             events.info("%d bytes at %#x stay in small pages: %s", nbytes, address, os.strerror(ctypes.get_errno()))
             end = _ALL_MOVED
         moved[address] = max(start, end)
@@ -221,5 +221,5 @@ def _find(name: str, *arguments: type) -> Callable[..., int]:
 
 
 _prctl: Final = _find("prctl", ctypes.c_int, *4 * (ctypes.c_ulong,))
-_madvise: Final = _find("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+madvise: Final = _find("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _readv: Final = _find("process_vm_readv", ctypes.c_int, *2 * (ctypes.c_void_p, ctypes.c_ulong), ctypes.c_ulong)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import mmap
+import os
 import threading
 import time
 from itertools import pairwise
@@ -12,6 +14,9 @@ import numpy as np
 import pytest
 
 from asyncdist.transport.fork import SocketSet
+from asyncdist.transport.shared_memory.process_memory import madvise
+from asyncdist.transport.shared_memory.segment import PAGE_BYTES, AttachedSegment, Segment
+from asyncdist.weights import staging
 from asyncdist.weights.manifest import MIN_BLOCK_BYTES, Manifest, WeightsError, layout_of
 from asyncdist.weights.staging import PIECE_BYTES, UNKNOWN, Stage, Threads, fill, new_memory
 
@@ -113,6 +118,28 @@ def test_the_last_view_tells(fds):
     del kept
     gc.collect()
     assert told
+
+
+def test_memory_is_unmapped_by_pieces(fds, monkeypatch):
+    """In one go, other threads of the process could map no memory meanwhile."""
+    monkeypatch.setattr(staging, "UNMAPPED_BYTES", 2 * PAGE_BYTES)
+    own = Segment(5 * PAGE_BYTES, fds)
+    own.view[:] = bytes(range(1, 6)) * PAGE_BYTES
+    mapped = AttachedSegment(os.dup(own.fd), own.size)
+    calls = []
+
+    def counted(address, nbytes, advice):
+        assert not madvise(address, nbytes, advice)
+        calls.append((address - start, nbytes, advice))
+
+    start = np.frombuffer(mapped.view, np.uint8).ctypes.data
+    monkeypatch.setattr(staging, "madvise", counted)
+    staging.unmap(mapped)
+    pieces = [(0, 2 * PAGE_BYTES), (2 * PAGE_BYTES, 2 * PAGE_BYTES), (4 * PAGE_BYTES, PAGE_BYTES)]
+    assert calls == [(*piece, mmap.MADV_DONTNEED) for piece in pieces]
+    assert mapped._map.closed
+    staging.unmap(own)
+    assert own._map.closed
 
 
 async def test_threads_end_before_the_cancelled_call_does():

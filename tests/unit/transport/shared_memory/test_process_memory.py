@@ -388,7 +388,7 @@ class Moves:
         self.asked: list[tuple[int, int]] = []
         self.answer = answer
         monkeypatch.setattr(process_memory, "_huge_page_bytes", lambda: HUGE)
-        monkeypatch.setattr(process_memory, "_madvise", self)
+        monkeypatch.setattr(process_memory, "madvise", self)
 
     def __call__(self, address: int, nbytes: int, advice: int) -> int:
         assert advice == 25
