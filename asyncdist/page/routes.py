@@ -15,7 +15,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeAlias
 
 from aiohttp import web
 
@@ -49,11 +49,15 @@ READ_S: Final = 10.0
 """A browser that reads nothing for so long makes room for others."""
 
 
+Known: TypeAlias = tuple[Sequence[str], Sequence[Mapping[str, Any]]]
+"""The names of the jobs, and what is known of each client of the store."""
+
+
 class Jobs(Protocol):
     """Where jobs are found, and asked."""
 
-    async def store(self) -> tuple[Sequence[str], Sequence[Mapping[str, Any]]]:
-        """The names of those that are there now, and the clients of the store. Raises DistError."""
+    async def store(self) -> Known:
+        """What the store knows now. Raises DistError."""
 
     async def ask(self, name: str, *, all_remembered: bool) -> Job | None:
         """What its ranks say now, of what is under way or of all that they remember, unless these are too many.
@@ -78,6 +82,8 @@ class Page:
         self._sessions: dict[str, tuple[str, float]] = {}
         """The token that each was begun with, and when it ends."""
         self._looks: dict[str, _Looks] = {}
+        self._store: asyncio.Task[Known] | None = None
+        self._asked_s = 0.0
 
     def add_to(self, application: web.Application) -> None:
         """Serve all paths of the page."""
@@ -99,6 +105,8 @@ class Page:
         """End all streams of looks."""
         for looks in self._looks.values():
             looks.close()
+        if self._store is not None:
+            self._store.cancel()
 
     async def _index(self, request: web.Request) -> web.FileResponse:
         return web.FileResponse(STATIC / "index.html")
@@ -106,10 +114,17 @@ class Page:
     async def _state(self, request: web.Request) -> web.Response:
         access = self._access(request)
         try:
-            jobs, clients = await self._jobs.store() if access in SEES_NAMES else ([], [])
+            jobs, clients = await self._known() if access in SEES_NAMES else ([], [])
         except DistError as error:
             raise _unknown(error) from error
         return web.json_response({"access": access, "numbers": self._numbers(), "jobs": jobs, "clients": clients})
+
+    async def _known(self) -> Known:
+        """What the store says: it is asked once a second at most, for all who look."""
+        now_s = time.monotonic()
+        if self._store is None or (self._store.done() and now_s - self._asked_s >= LOOK_EVERY_S):
+            self._store, self._asked_s = asyncio.create_task(self._jobs.store()), now_s
+        return await asyncio.shield(self._store)
 
     def _access(self, request: web.Request) -> str:
         local = _over_loopback(request)

@@ -196,6 +196,25 @@ async def test_viewers_are_bounded_and_share_looks(browser: Browser, monkeypatch
     assert (await browser.first_look())[0] == 200
 
 
+async def test_the_store_is_asked_once_for_all_who_look(browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, real = [], browser.jobs.store
+
+    async def store() -> routes.Known:
+        asked.append(0)
+        await asyncio.sleep(0.05)
+        return await real()
+
+    monkeypatch.setattr(browser.jobs, "store", store)
+    monkeypatch.setattr(routes, "LOOK_EVERY_S", 1000.0)
+    browser.tokens = []
+    assert await asyncio.gather(*(browser.access() for _ in range(8))) == ["open"] * 8
+    assert await browser.access() == "open"
+    assert len(asked) == 1
+    monkeypatch.setattr(routes, "LOOK_EVERY_S", 0.0)
+    assert await browser.access() == "open"
+    assert len(asked) == 2
+
+
 async def test_a_job_that_ends_and_a_store_that_fails_end_the_stream(
     browser: Browser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
