@@ -99,6 +99,24 @@ def test_torchrun(daemon: Daemon, tmp_path: Path, rendezvous: str) -> None:
     )
 
 
+TWO_BACKENDS = """
+import torch, torch.distributed as dist
+for backend in ("gloo", "asyncdist", "gloo"):
+    dist.init_process_group(backend)
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    assert tensor.item() == 2
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow("two workers import torch")
+def test_workers_of_asyncdist_run_meet_by_its_store(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(TWO_BACKENDS)
+    path = ":".join([entry_points(tmp_path), *filter(None, sys.path)])
+    run("-m", "asyncdist", "run", "--nproc-per-node", "2", str(tmp_path / "script.py"), PYTHONPATH=path)
+
+
 @pytest.mark.slow("imports torch")
 def test_the_page_begins_with_a_program_that_runs() -> None:
     code = (ROOT / "docs" / "torch.md").read_text().split("```python\n")[1].split("```")[0]
