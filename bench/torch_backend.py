@@ -8,6 +8,7 @@
 | awaited | the same by `await asyncdist.all_reduce(array)`, in a world of its own: what the way through torch adds |
 | objects | `broadcast_object_list` and `all_gather_object` of 1 KiB, as inference engines use on CPU groups |
 | DDP | a step of a model of 25 M parameters, less the same step within `no_sync()` |
+| gradients in buckets | the same with `gradient_as_bucket_view=True`: else torch copies gradients to its buckets and back |
 
 A sample is the time of the slowest rank after a barrier. Ranks leave that some 100 us apart, which operations at a
 stretch share. `alone` is one of 4 B after such a barrier, with what its ranks have to wait for each other.
@@ -118,10 +119,17 @@ class Rank:
         for title, run in (("broadcast_object_list", broadcast), ("all_gather_object", gather)):
             starts = {name: partial(run, group) for name, group in self.groups.items()}
             yield f"{title} {format_bytes(OBJECT_BYTES)}", self.in_turns(starts, samples_for(OBJECT_BYTES, self.scale))
-        yield "DDP, communication of 25 M parameters", self.steps()
+        for title, views in (
+            ("DDP, communication of 25 M parameters", False),
+            ("the same, gradients in buckets", True),
+        ):
+            yield title, self.steps(views=views)
 
-    def steps(self) -> dict[str, float]:
-        """A step of each backend, less the same step without communication; checks that the weights are the same."""
+    def steps(self, *, views: bool) -> dict[str, float]:
+        """A step of each backend, less the same step without communication; checks that the weights are the same.
+
+        With `views` gradients are views of DDP's buckets, and torch copies them neither there nor back.
+        """
         torch = self.torch
         inputs = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(self.dist.get_rank()))
         models: dict[str, Any] = {}
@@ -138,8 +146,9 @@ class Rank:
         for name, group in self.groups.items():
             torch.manual_seed(0)
             model = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
-            models[name] = ddp = torch.nn.parallel.DistributedDataParallel(model, process_group=group)
-
+            models[name] = ddp = torch.nn.parallel.DistributedDataParallel(
+                model, process_group=group, gradient_as_bucket_view=views
+            )
             starts[name], starts[f"{name} alone"] = partial(step, ddp), partial(alone, ddp)
         took = self.in_turns(starts, samples_for(64 << 20, self.scale))
         for start in (starts[name] for name in BACKENDS):
