@@ -92,7 +92,7 @@ class Why:
     def hang(self) -> str:
         """The verdict's sentence, if something waits and enough is known of the ranks that it names; else nothing."""
         found = self.verdict()
-        known = all(self.job.missing.get(rank, "stopped") in ("stopped", "gone") for rank in found.ranks)
+        known = not any(map(self._may_do_anything, found.ranks))
         return found.sentence if found.kind in SEEN or (known and found.kind in HANGS) else ""
 
     # What went wrong.
@@ -273,9 +273,15 @@ class Why:
             text = f"{waiting[0].upper()}{waiting[1:]}, which {_ranks(roots)} would set at {at}: {told}."
         else:
             called = all(self.waits.has_called(rank, operation.key) for rank in roots)
-            verb = "called, but cannot end," if called else "not called"
-            text = f"{_ranks(roots, upper=True)} {_have(roots)} {verb} {self._waiters(self._calls(operation))}: {told}."
+            verb = f"{_have(roots)} called, but cannot end," if called else f"{_have(roots)} not called"
+            if not called and all(map(self._may_do_anything, roots)):
+                verb = "may not have called"
+            text = f"{_ranks(roots, upper=True)} {verb} {self._waiters(self._calls(operation))}: {told}."
         return Verdict("late", text, roots, proven)
+
+    def _may_do_anything(self, rank: int) -> bool:
+        unheard = self.job.missing.get(rank) in ("silent", "refused", "undumped")
+        return unheard and rank not in self.waits.stopped
 
     def doing(self, rank: int) -> str:
         """What a rank does, as far as that is known: `it sleeps in time.sleep at train.py:7 (load)`."""
