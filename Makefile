@@ -7,7 +7,7 @@ FRAMES ?= 1000000
 MUTANTS ?= 40000
 KILLS ?= 200
 SECONDS ?= 600
-WORKERS ?= 3
+WORKERS ?= 4
 GPU_PYTHON ?=
 FAKE ?=
 VENV := .venv
@@ -45,7 +45,7 @@ help:
 demo: $(VENV)/.base
 	$(BIN)/asyncdist run --nproc-per-node 4 examples/train_digits.py --compare $(ARGS)
 
-# Three side by side on two cores, as most of them wait: they begin with those that start processes, and elsewhere. Of
+# Four side by side on two cores, as most of them wait: they begin with those that start processes, and elsewhere. Of
 # tests with three parameters or more they run every pair of values, make sim every combination (tests/fewer_cases.py).
 # Those that interrupt the main thread need it for themselves. pytest's 1 means that tests failed; after anything worse
 # there is nothing that retest could put right; one that hangs ends its process, and so leaves no name in the last run.

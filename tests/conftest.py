@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import atexit
 import gc
+import marshal
 import os
 import shutil
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from typing import Any
 
 import fewer_cases
 import message_states
@@ -43,6 +45,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 HANGS = 5 / 6
 """Of the time after which faulthandler ends the process: then an asynchronous test is cancelled, and fails alone."""
 
+MARSHALLED = "marshalled"
+"""The key of a report that a worker has written."""
+
 GARBAGE = 20_000
 """Objects made and not freed between two collections."""
 
@@ -70,6 +75,20 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     reports = (one for some in terminalreporter.stats.values() for one in some if isinstance(one, pytest.TestReport))
     for line in slow_cases.Durations(reports).lines():
         terminalreporter.write_line(line)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable() -> Iterator[object]:
+    """Write a report of a worker as one value, as execnet would write each of its fifty in Python."""
+    return {MARSHALLED: marshal.dumps((yield))}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_report_from_serializable(config: pytest.Config, data: dict[str, Any]) -> object:
+    """Read what the other hook has written."""
+    if (written := data.get(MARSHALLED)) is None:
+        return None
+    return config.hook.pytest_report_from_serializable(config=config, data=marshal.loads(written))
 
 
 def pytest_collection() -> None:

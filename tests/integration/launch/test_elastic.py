@@ -280,7 +280,7 @@ def test_a_hosted_store_outlives_the_last_round(tmp_path: Path) -> None:
         assert outcomes(*trio) == [0, 0, 0]
 
 
-@pytest.mark.parametrize("durable", [False, True])
+@pytest.mark.parametrize("durable", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_a_daemon_that_is_killed_and_started_again_ends_no_job(tmp_path: Path, durable: bool) -> None:
     """With its data, or without, no worker is started anew; and nodes can come again."""
     port = free_port()

@@ -18,7 +18,7 @@ from asyncdist.plan.steps import Buffer, Slice
 class Steps(Execution):
     """So many copies, or reductions, of `nbytes` each, none of which waits for another."""
 
-    __slots__ = ("__weakref__", "applied", "ends", "fails_at", "loop", "target")
+    __slots__ = ("__weakref__", "applied", "ends", "fails_at", "loop", "source", "target")
 
     def __init__(self, count: int, nbytes: int, *, reduces: bool = False, fails_at: int = -1) -> None:
         builder = PlanBuilder("all_reduce", "test", 0, 1)
@@ -29,12 +29,13 @@ class Steps(Execution):
                 builder.reduce(source, target, source_left=True)
             else:
                 builder.copy(source, target)
+        self.source = np.resize(np.arange(1, 252, dtype=np.uint8), count * nbytes)  # no slice is like the first
         self.target = np.zeros(count * nbytes, np.uint8)
         self.loop = Loop()
         self.ends: list[BaseException | None] = []
         self.applied = 0
         self.fails_at = fails_at
-        buffers = (FlatBuffer(np.ones(count * nbytes, np.uint8)), FlatBuffer(self.target), NO_BUFFER)
+        buffers = (FlatBuffer(self.source), FlatBuffer(self.target), NO_BUFFER)
         loop: Any = self.loop
         super().__init__(Resources(loop, [], ScratchPool()), Program(builder.build()), buffers, b"", 0)
 
@@ -62,7 +63,7 @@ def test_one_turn_copies_no_more_than_a_slice() -> None:
         turns += 1
     assert turns <= 4
     assert steps.ends == [None]
-    assert steps.target.all()
+    assert np.array_equal(steps.target, steps.source)
 
 
 def test_what_waits_in_line_is_forgotten_with_its_operation() -> None:
@@ -96,6 +97,7 @@ def test_an_operation_whose_last_step_waited_in_line_is_no_garbage() -> None:
     while steps.loop.soon:
         steps.loop.turn()
     assert steps.ends == [None]
+    assert np.array_equal(steps.target, steps.source)
     target = weakref.ref(steps)
     del steps
     assert target() is None
