@@ -10,7 +10,7 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Mapping
 from typing import Any
 
 import fewer_cases
@@ -78,7 +78,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_report_to_serializable() -> Iterator[object]:
+def pytest_report_to_serializable() -> Generator[None, Any, object]:
     """Write a report of a worker as one value, as execnet would write each of its fifty in Python."""
     return {MARSHALLED: marshal.dumps((yield))}
 

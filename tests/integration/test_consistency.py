@@ -46,7 +46,7 @@ def run(cases: list[tuple[int, int]], environ: dict[str, str]) -> list[Ended]:
     return run_ranks(DIFFER.replace("CASES", repr(cases)), 3, environ)
 
 
-@pytest.mark.parametrize("transport", ["auto", "unix", "tcp"])
+@pytest.mark.parametrize("transport", ["auto", pytest.param("unix", marks=pytest.mark.thorough), "tcp"])
 def test_every_rank_is_told_what_both_sides_run(transport: str) -> None:
     for rank in run(CASES, {"ASYNCDIST_TRANSPORT": transport}):
         told = rank.stdout.splitlines()

@@ -141,7 +141,7 @@ dist.run(main())
 """
 
 
-@pytest.mark.parametrize("thread", [False, True])
+@pytest.mark.parametrize("thread", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_what_was_lent_and_taken_back_is_nobodys_result(thread: bool) -> None:
     """Who gives up alters the arrays at once: others have ended well before, or do not."""
     ended = run_ranks(PRELUDE + f"THREAD = {thread}" + TAKEN_BACK, 3, {"SEED": "5"})

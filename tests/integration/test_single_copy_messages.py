@@ -62,7 +62,7 @@ dist.run(main())
 """
 
 
-@pytest.mark.parametrize("thread", [False, True])
+@pytest.mark.parametrize("thread", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_messages_both_ways_late_withdrawn_and_from_anybody(thread: bool) -> None:
     run_ranks(PRELUDE + f"THREAD = {thread}" + MESSAGES, 3)
 
