@@ -342,9 +342,9 @@ class WorkOwner(Protocol):
 class CollectiveWork(Work[Any]):
     """A collective under way. `number` is its sequence number among those of its `tag`, `value` its result to be."""
 
-    __slots__ = ("_owner", "ask_s", "deadline_s", "issued_s", "key", "number", "tag", "value")
+    __slots__ = ("_owner", "ask_at_s", "deadline_s", "issued_s", "key", "number", "tag", "value")
     issued_s: float
-    ask_s: float
+    ask_at_s: float
     """When others are next asked about it; both are set with the deadline."""
 
     def __init__(

@@ -363,7 +363,7 @@ class GroupCore:
                 self._rejected.heard(tag, sequence, rank, text)
             case messages.Probe(_, tag, sequence):
                 self._mismatches.tell(sender, tag, sequence)
-                self._deadlines.tell(sender, tag, sequence, self._sequences.get(tag, 0) > sequence)
+                self._deadlines.answer_probe(sender, tag, sequence, self._sequences.get(tag, 0) > sequence)
             case messages.Status(_, tag, sequence, state):
                 if not self._deadlines.answered(sender, tag, sequence, state):
                     self._heard_late(sender, tag, sequence, state)

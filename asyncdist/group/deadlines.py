@@ -42,8 +42,8 @@ MAX_PROBE_DIALS: Final = 256
 """Largest group of which all members are asked, connected or not. In larger ones, where all may ask at that moment,
 connections for the question alone would be too many; there only connected ranks are found missing."""
 
-ASKED_S: Final = 3600.0
-"""How old an operation gets that is asked about: a loop that has nothing else to do is to end some time."""
+STOP_ASKING_S: Final = 3600.0
+"""Age at which an operation is no longer asked about: a loop that has nothing else to do is to end some time."""
 
 LOOK_S: Final = 0.25
 """Least time between two looks at all operations, unless a deadline passes: else each of thousands of operations would
@@ -123,7 +123,7 @@ class Deadlines:
         """Watch a work that has just been issued."""
         now_s = work.issued_s = self._loop.time()
         work.deadline_s = math.inf if timeout_s is None else now_s + timeout_s
-        at_s = work.ask_s = now_s + ASK_S
+        at_s = work.ask_at_s = now_s + ASK_S
         if work.deadline_s < at_s:
             at_s = work.deadline_s
         if at_s < self._due_s:
@@ -136,7 +136,7 @@ class Deadlines:
         """
         return bool(self._world.tell((rank,), Probe(self._group_id, tag, sequence), dial=True))
 
-    def tell(self, rank: int, tag: int, sequence: int, issued: bool) -> None:
+    def answer_probe(self, rank: int, tag: int, sequence: int, issued: bool) -> None:
         """Answer a member's probe."""
         self.askers[rank] = tag
         state = ISSUED if issued else NOT_CALLED
@@ -188,17 +188,17 @@ class Deadlines:
             if work.deadline_s <= now_s:
                 self._probe(key)
                 continue
-            if work.ask_s <= now_s:
+            if work.ask_at_s <= now_s:
                 age_s = now_s - work.issued_s
                 if key[0] not in tags:  # those behind the oldest of a tag wait for it
                     self._ask_late(work)
                     if age_s >= self._slow_s and key not in self._told:
-                        self._tell_slow(work, age_s)
-                work.ask_s = now_s + age_s if age_s < ASKED_S else math.inf
-                if now_s < work.issued_s + self._slow_s < work.ask_s:
-                    work.ask_s = work.issued_s + self._slow_s
+                        self._log_slow(work, age_s)
+                work.ask_at_s = now_s + age_s if age_s < STOP_ASKING_S else math.inf
+                if now_s < work.issued_s + self._slow_s < work.ask_at_s:
+                    work.ask_at_s = work.issued_s + self._slow_s
             tags.add(key[0])
-            upcoming_s = min(upcoming_s, work.deadline_s, max(work.ask_s, now_s + LOOK_S))
+            upcoming_s = min(upcoming_s, work.deadline_s, max(work.ask_at_s, now_s + LOOK_S))
         if upcoming_s < math.inf:
             self._restart(upcoming_s)
 
@@ -206,21 +206,21 @@ class Deadlines:
         waited_for = work.waiting_for()
         self._world.tell(waited_for, Probe(self._group_id, *work.key), dial=len(waited_for) <= MAX_PROBE_DIALS)
 
-    def _tell_slow(self, work: CollectiveWork, age_s: float) -> None:
+    def _log_slow(self, work: CollectiveWork, age_s: float) -> None:
         """Say once in the log whom an operation waits for, and what these do, once they have been asked."""
         self._told.add(work.key)
         waited_for = work.waiting_for()[:SLOW_NAMED]
         silent = {rank: STOPPED if self._world.is_stopped(rank) else NOT_HEARD_FROM for rank in waited_for}
-        telling = self._ask_and_tell(work, age_s, silent)
-        self._ask(telling, "asks whom an operation waits for")
+        telling = self._ask_and_log(work, age_s, silent)
+        self._start(telling, "asks whom an operation waits for")
 
-    def _ask(self, asking: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+    def _start(self, asking: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         task = start_task(self._loop, asking, name=name)
         self._asking.add(task)
         task.add_done_callback(self._asking.discard)
         return task
 
-    async def _ask_and_tell(self, work: CollectiveWork, age_s: float, silent: Mapping[int, str]) -> None:
+    async def _ask_and_log(self, work: CollectiveWork, age_s: float, silent: Mapping[int, str]) -> None:
         does: dict[int, str] = {}
         try:
             does = await self._world.doing(list(silent))
@@ -240,7 +240,7 @@ class Deadlines:
             if self._why is None and self._world.asks:
                 about = {"group_id": f"{self._group_id:016x}", "tag": key[0], "sequence": key[1]}
                 why = self._world.why(self._works[key].waiting_for(), about)
-                self._why = self._ask(why, "asks why an operation does not end")
+                self._why = self._start(why, "asks why an operation does not end")
                 self._why.add_done_callback(self._know_why)
 
     def _know_why(self, _why: object) -> None:

@@ -80,7 +80,9 @@ class Instruction(NamedTuple):
     together: int
     """Elements of all the plan's messages that go that way between the two ranks."""
     left: bool
-    """Whether the incoming or source operand goes left; of a published item, whether others may read it in place."""
+    """Whether the incoming or source operand goes left."""
+    lendable: bool
+    """Of a published item: whether others may read it where it lies."""
     successors: tuple[int, ...]
     """Steps that wait for this one."""
 
@@ -101,7 +103,7 @@ class Instructions(dict[int, Instruction]):
 
     def __missing__(self, index: int) -> Instruction:
         step = self._steps[index]
-        peer, suffix, left = LOCAL, b"", False
+        peer, suffix, left, lendable = LOCAL, b"", False, False
         source = source_start = source_stop = together = 0
         match step:
             case Send() | Recv() | RecvReduce():
@@ -118,7 +120,7 @@ class Instructions(dict[int, Instruction]):
                 left = isinstance(step, FetchReduce) and step.item_left
             case Publish():
                 peer = step.reader
-                left = index in self._lendable
+                lendable = index in self._lendable
         buffer, start, length = step.source if isinstance(step, Send | Publish) else step.target
         self[index] = made = Instruction(
             _KINDS[type(step)],
@@ -132,6 +134,7 @@ class Instructions(dict[int, Instruction]):
             source_stop,
             together,
             left,
+            lendable,
             self._waiting.for_step(index),
         )
         return made

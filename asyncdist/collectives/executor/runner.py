@@ -207,7 +207,7 @@ class Execution:
 
     def _issue(self, index: int, step: Instruction) -> bool:
         """Start a step; True if it is done already."""
-        kind, peer, suffix, buffer, start, stop, source, source_start, source_stop, together, left, _ = step
+        kind, peer, suffix, buffer, start, stop, source, source_start, source_stop, together, left, _, _ = step
         bulk = together > self._not_bulk
         if kind == SEND:
             payload = self.buffers[buffer].octets(start, stop)

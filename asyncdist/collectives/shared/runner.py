@@ -42,7 +42,8 @@ class Exposed(NamedTuple):
 Expose: TypeAlias = Callable[[memoryview, bool], Exposed | None]
 
 ZCOPY_BYTES: Final = 64 << 10
-"""Shortest item that is read where it lies: copying a shorter one costs less than having it back."""
+"""Shortest item that is read where it lies in a mapped segment: copying a shorter one costs less than having it back.
+In another process's own memory it is `SINGLE_COPY_BYTES` (`plan/records.py`)."""
 
 ZCOPY_COST_BYTES: Final = 64 << 10
 """What a zcopy item counts as in a turn: in the time that it takes so much could be copied."""
@@ -486,7 +487,7 @@ class SharedSteps:
             begin, end = step.start * execution.itemsize, step.stop * execution.itemsize
         length = end - begin
         exposed = None
-        if step.left and length >= ZCOPY_BYTES:
+        if step.lendable and length >= ZCOPY_BYTES:
             try:
                 exposed = self._exposed[id(whole)]
             except KeyError:

@@ -34,7 +34,6 @@ class Client:
         "_frames_sent",
         "address",
         "blocked",
-        "careful",
         "changes",
         "client_id",
         "closed",
@@ -43,6 +42,7 @@ class Client:
         "in_flight",
         "leaving",
         "max_keys",
+        "must_look_up",
         "name",
         "namespace",
         "on_superseded",
@@ -93,7 +93,8 @@ class Client:
         self.replay: dict[int, Reply] = {}
         # Of those that carry an item of a queue, by request id: the queue, and whether the item may go back there.
         self.taken: dict[int, tuple[bytes, bool]] = {}
-        self.careful = False
+        self.must_look_up = False
+        """Whether a request may have been answered before, or too many replies are remembered."""
         self.changes: ChangeLog | None = None  # None: nothing of this client is in the journal
 
     @property
@@ -135,7 +136,7 @@ class Client:
         self.remembered += len(replies)
         self.remembered_bytes += grown
         if self.remembered > self.in_flight:
-            self.careful = True
+            self.must_look_up = True
         return grown
 
     def acknowledge(self, received: int) -> int:
@@ -159,7 +160,7 @@ class Client:
             if self.taken:
                 self._let_go([reply[0] for reply in replies if self.taken.pop(reply[0], None) is not None])
         self.remembered_bytes -= freed
-        self.careful = bool(self.replay) or self.remembered > self.in_flight
+        self.must_look_up = bool(self.replay) or self.remembered > self.in_flight
         return freed
 
     def take_replay(self, request_id: int) -> tuple[Reply | None, int]:
@@ -176,7 +177,7 @@ class Client:
             if request_id in self.taken:
                 self.unsent_bytes += len(self.taken[request_id][0])
             self.note_reply(reply)
-        self.careful = bool(self.replay) or self.remembered > self.in_flight
+        self.must_look_up = bool(self.replay) or self.remembered > self.in_flight
         return reply, freed
 
     def replies_to_resume(self, pending: tuple[int, ...]) -> dict[int, Reply]:
@@ -232,7 +233,7 @@ class Client:
         self.taken = {request_id: where for request_id, where in taken.items() if request_id in replay}
         self.remembered = len(replay)
         self.remembered_bytes = sum(map(self._reply_bytes, replay.values()))
-        self.careful = bool(replay)
+        self.must_look_up = bool(replay)
         return self.remembered_bytes
 
     def _reply_bytes(self, reply: Reply) -> int:

@@ -298,7 +298,7 @@ class StoreEngine:
             results[INVALID] += 1
             return request_id, INVALID, f"clients like this one may only read the namespace {client.namespace.name}"
         self._state.now = now
-        if client.careful and remember:
+        if client.must_look_up and remember:
             reply, freed = client.take_replay(request_id)
             self._state.remember(-freed)
             if reply is not None:

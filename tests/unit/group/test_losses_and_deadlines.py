@@ -124,7 +124,7 @@ def test_the_error_says_why_where_that_is_known_in_time(
     async def main(group: Group) -> None:
         if group.rank == 1:
             if silent:
-                monkeypatch.setattr(group._core._deadlines, "tell", lambda *question: None)
+                monkeypatch.setattr(group._core._deadlines, "answer_probe", lambda *question: None)
             await asyncio.sleep(20)
             return
         begun_s = asyncio.get_running_loop().time()
