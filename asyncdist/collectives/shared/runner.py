@@ -367,7 +367,7 @@ class SharedSteps:
     def issue(self, index: int, step: Instruction) -> bool:
         """Try a step; True if it is done, else `step_done` follows."""
         runner = self._runner
-        if runner.again is None and not runner.pumping:
+        if not runner.pumping:
             runner.soon()
         operation = self.operation
         try:
