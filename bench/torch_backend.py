@@ -8,7 +8,7 @@
 | awaited | the same by `await asyncdist.all_reduce(array)`, in a world of its own: what the way through torch adds |
 | objects | `broadcast_object_list` and `all_gather_object` of 1 KiB, as inference engines use on CPU groups |
 | DDP | a step of a model of 25 M parameters, less the same step within `no_sync()` |
-| gradients in buckets | the same with `gradient_as_bucket_view=True`, which spares torch's copies to buckets and back |
+| gradients in buckets | the same with `gradient_as_bucket_view=True`: else torch copies them to its buckets and back |
 
 A sample is the time of the slowest rank after a barrier. Ranks leave that some 100 us apart, which operations at a
 stretch share. `alone` is one of 4 B after such a barrier, with what its ranks have to wait for each other.

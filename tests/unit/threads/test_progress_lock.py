@@ -174,20 +174,18 @@ def test_who_is_found_with_the_lock_is_to_run_the_loop_next(thread: Communicatio
 
 
 @pytest.mark.parametrize("others", [module.DENSE - 1, module.DENSE])
-def test_where_others_come_often_the_lock_is_left_alone(
-    thread: CommunicationThread, monkeypatch: pytest.MonkeyPatch, others: int
-) -> None:
-    complete(thread, who_runs, Context())
-    lock, ran = thread.progress_lock, threading.Event()
-    monkeypatch.setattr(module, "GRACE_S", 0.3)
-    thread.ask(bool)
-    wait_without_loop(lambda: lock._resting and lock._seen == lock._taken)
-    monkeypatch.setattr(lock, "_run_on", lambda _descriptor: (ran.set(), run_on(_descriptor))[1])
-    run_on = type(lock)._run_on.__get__(lock)
-    for _ in range(others):
-        thread.ask(bool)
-    wait_without_loop(lambda: lock.turn_due or ran.is_set())
-    assert ran.is_set() == (others < module.DENSE)
+def test_where_others_come_often_the_lock_is_left_alone(others: int) -> None:
+    lock = module.ProgressLock()
+    lock._taken = 1
+
+    def rest(timeout: float) -> bool:
+        lock._taken += others
+        return False
+
+    lock._alarm = SimpleNamespace(acquire=rest)
+    assert lock._may_take() == (others < module.DENSE)
+    assert lock.turn_due == (others >= module.DENSE)
+    lock.end()
 
 
 def test_the_next_who_waits_goes_on_where_one_ends(thread: CommunicationThread) -> None:
