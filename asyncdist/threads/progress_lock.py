@@ -5,12 +5,17 @@ progress itself: it need not wake another, nor be woken. It issues and looks for
 (the loop is *lent*), and runs the loop if the end does not come soon. At the end it lets go; a thread
 that waits for the lock is woken and takes it.
 
-The communication thread runs the loop while nobody waits. When there is nothing to do, it watches the loop's descriptor
-without holding the lock, so that a call need not ask for it. It leaves the lock alone for `GRACE_S` after others had
-it, as they come back soon as a rule; if it finds them there then, it has them run the loop once (`turn_due`). After
-that it only runs what is due, and leaves the lock alone again when something comes, unless something was begun that
-nobody waits for: a peer that calls first is heard just before this rank calls, and would have the lock taken away from
-that call. A short operation is waited for soon as a rule, so one that was begun last is left alone for `GRACE_S` too.
+The communication thread runs the loop while nobody waits. It is in one of four states:
+
+    runs     has the lock; the loop runs what is due, and a moment longer if more may come (`LINGER_S`)
+    watches  nothing is due: it sleeps on the loop's descriptor, without the lock, so that a call need not ask for it
+    rests    others have had the lock lately, and come back soon as a rule: it leaves it alone for `GRACE_S`
+    sleeps   another thread has the lock, which wakes it in `give`
+
+After a rest it finds the lock free and runs, or finds others there still, who then run the loop once (`turn_due`).
+While others come often, something that arrives makes it rest before it runs: a peer that calls first is heard just
+before this rank calls, and would have the lock taken away from that call. What is begun and not waited for wakes it at
+once (`_urgent`), but for a single short operation, which is waited for soon as a rule (`owe`).
 
 In the main thread signal handlers are put off meanwhile, as what they raise, KeyboardInterrupt perhaps, would leave the
 world half changed. A signal ends the waiting thread's turn, and then its handler is called.
@@ -18,13 +23,11 @@ world half changed. A signal ends the waiting thread's turn, and then its handle
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found] # which is `signal` without its enumerations
 import _thread
 import asyncio
 import contextlib
 import os
 import select
-import signal
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -33,8 +36,7 @@ from typing import Any, Final, Protocol
 
 from asyncdist.concurrency.loop import Place, due_ms, lendable, watched
 from asyncdist.concurrency.spin import Pending
-
-__all__ = ["Awaited", "ProgressLock"]
+from asyncdist.threads.held_signals import HeldSignals
 
 GRACE_S: Final = 2e-3
 """How long the communication thread leaves the lock alone after others had it. What no thread
@@ -49,12 +51,6 @@ MOST_LINGER_S: Final = 20e-3
 ASK_S: Final = 2e-3
 """How long one who needs the lock waits for the communication thread to give it, at most: twice as long as functions
 take there as a rule."""
-HELD: Final = tuple(
-    getattr(signal, name)
-    for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2")
-    if hasattr(signal, name)
-)
-"""Signals whose handlers in Python are put off. All others' are called as they come: they must not raise."""
 
 
 class Awaited(Protocol):
@@ -347,70 +343,3 @@ class ProgressLock:
 
 def _nothing() -> None:
     return
-
-
-class HeldSignals:
-    """Handlers of signals, put off. Of the main thread."""
-
-    def __init__(self, loop: Any) -> None:
-        self.came: deque[tuple[int, Any, int]] = deque()
-        self.holds = False
-        self._loop = loop
-        self._own = self._come
-        self._handlers: dict[int, Any] = {}
-        """Those that were put off last. Where one that was put back raised, others may still stand here alone."""
-
-    def hold(self) -> None:
-        """Call no handler until `release`. Raises what a handler raises now."""
-        own = self._own
-        try:
-            for number in HELD:
-                handler = _signal.getsignal(number)
-                if callable(handler) and handler is not own:
-                    self._handlers[number] = handler
-                    _signal.signal(number, own)
-        except BaseException:
-            self.put_back()
-            raise
-        self.holds = True
-
-    def _come(self, number: int, frame: Any) -> None:
-        if not self.holds:
-            self._handlers[number](number, frame)
-            return
-        self.came.append((number, frame, _wakeup_fd()))
-        with contextlib.suppress(RuntimeError):  # it is closed
-            self._loop.wake(self._loop.stop)
-
-    def put_back(self) -> None:
-        """Have handlers called as signals come. Raises what a handler raises now."""
-        self.holds = False
-        for number in reversed(self._handlers):  # Ctrl-C's last: it may come at once
-            if _signal.getsignal(number) is self._own:
-                _signal.signal(number, self._handlers[number])
-
-    def release(self) -> None:
-        """Call handlers as signals come, and now those of the signals that came; raises what they raise."""
-        try:
-            self.put_back()
-        finally:
-            self._call()
-
-    def _call(self) -> None:
-        if self.came:
-            number, frame, heard_by = self.came.popleft()
-            try:
-                self._handlers[number](number, frame)
-                listening = _wakeup_fd()
-                if listening not in (-1, heard_by):  # our loop was told in the place of the one below it
-                    with contextlib.suppress(OSError):
-                        os.write(listening, bytes((number,)))
-            finally:
-                self._call()
-
-
-def _wakeup_fd() -> int:
-    """Where the interpreter tells an event loop of signals, -1 for nowhere."""
-    descriptor = _signal.set_wakeup_fd(-1)
-    _signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
-    return int(descriptor)

@@ -21,6 +21,7 @@ from socket_world import LIMIT_S
 from thread_worlds import nothing_left, wait_without_loop
 
 from asyncdist.concurrency import loop as loops
+from asyncdist.threads import held_signals
 from asyncdist.threads import progress_lock as module
 from asyncdist.threads.bridge import complete
 from asyncdist.threads.thread import CommunicationThread, Reply, acquire, release
@@ -313,7 +314,7 @@ def test_a_handler_that_raises_as_it_is_put_back_leaves_the_others_working(threa
     try:
         held.hold()
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(module._signal, "signal", raises)
+            patched.setattr(held_signals._signal, "signal", raises)
             with pytest.raises(SystemExit):
                 held.release()
         with pytest.raises(KeyboardInterrupt):
