@@ -279,10 +279,7 @@ class ProgressLock:
         if self._taken != self._seen and not self._urgent:
             self._seen = self._taken
             self._linger_s = 0.0
-            self._resting = True
-            alerted = self._alarm.acquire(timeout=GRACE_S)
-            self._resting = False
-            if alerted:
+            if self._rest():
                 return False
             others = self._taken - self._seen
             if others >= DENSE or self._lock.locked():
@@ -324,8 +321,15 @@ class ProgressLock:
             return timeout_ms
         self._watching = self._asked = False
         self._rouse()
-        self._alarm.acquire(timeout=GRACE_S)
+        self._rest()
         return None
+
+    def _rest(self) -> bool:
+        """Leave the lock alone for a while; whether this was ended."""
+        self._resting = True
+        ended = self._alarm.acquire(timeout=GRACE_S)
+        self._resting = False
+        return ended
 
     def _watch(self, poll: select.poll, timeout_ms: int) -> None:
         """Without the lock: sleep until there is something to do."""
@@ -333,7 +337,7 @@ class ProgressLock:
             found = not self._alarm.acquire(False) and poll.poll(timeout_ms)
             self._watching = False
             if found and not self._linger_s:
-                self._alarm.acquire(timeout=GRACE_S)
+                self._rest()
             self._alarm.acquire(False)
             if found:
                 self._linger_s = max(LINGER_S, min(2 * self._linger_s, MOST_LINGER_S))

@@ -205,6 +205,8 @@ def test_commands_have_the_options_that_pages_give_them(page: str, line: str) ->
             assert word.partition("=")[0] in known
         elif isinstance(command, click.Command) and word.endswith(".py"):
             break  # the rest is the script's
+        elif word == "asyncdist":  # behind -m
+            command = asyncdist_command
 
 
 def test_there_is_something_to_check() -> None:

@@ -102,6 +102,7 @@ def test_a_plain_barrier_does_not_meet_it() -> None:
     async def main(group: Group) -> None:
         error = await outcome(group.barrier() if group.rank else group.monitored_barrier())
         assert isinstance(error, dist.CollectiveMismatchError)
-        assert "rank 0 runs monitored_barrier (dissemination), rank 1 runs barrier (dissemination)" in str(error)
+        assert "rank 0 runs monitored_barrier (dissemination)" in str(error)
+        assert "rank 1 runs barrier (dissemination)" in str(error)
 
     run_world(2, main)

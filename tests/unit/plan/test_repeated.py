@@ -175,7 +175,7 @@ def test_instructions_are_those_of_the_full_plan(
             assert program.first_steps(itemsize) == full_program.first_steps(itemsize)
         for index in range(len(full.steps)):
             made, wanted = program.instructions[index], full_program.instructions[index]
-            if isinstance(full.steps[index], Publish) and wanted.left != made.left:
-                assert wanted.left  # the last of what takes turns in memory is overwritten by nothing
-                wanted = wanted._replace(left=False)
+            if isinstance(full.steps[index], Publish) and wanted.lendable != made.lendable:
+                assert wanted.lendable  # the last of what takes turns in memory is overwritten by nothing
+                wanted = wanted._replace(lendable=False)
             assert made == wanted
