@@ -19,7 +19,8 @@ BROKEN: Final = (ValueError, TypeError, msgpack.UnpackException)
 
 
 class Member(NamedTuple):
-    """What a peer says of itself. `has` are ids of versions that others can get of it, `gets` the one it fetches.
+    """What a peer says of itself. `has` are ids of versions that others can get of it, `gets` the one it wants;
+    negative once it fetches it from another host.
 
     `serves` is the id of the version it serves, -1 for a publisher; `failed` that of one it cannot, and `why`.
     """

@@ -301,8 +301,7 @@ class Peer:
         pause_s, since_s, sources = RETRY_S, self._loop.time(), [ref.rank]
         try:
             if not offered or ref.host != self.member.host:
-                await self.tell(gets=ref.id)
-                sources = self._sources(await members_of(self.view), ref, wait=True)
+                sources = await self._sources(ref, wait=True)
             while True:
                 for rank in sources:
                     try:
@@ -311,29 +310,36 @@ class Peer:
                         events.info("weights: version %d from rank %d: %r", ref.version, rank, error)
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
                 pause_s = min(2 * pause_s, MAX_RETRY_S)
-                await self.tell(gets=ref.id)
-                wait = self._loop.time() - since_s < TURN_S
-                sources = self._sources(await members_of(self.view), ref, wait=wait)
+                sources = await self._sources(ref, wait=self._loop.time() - since_s < TURN_S)
         except BaseException:
             if not self.lease.lost:
                 self.tell(gets=0)
             raise
 
-    def _sources(self, members: dict[int, Member], ref: Ref, *, wait: bool) -> list[int]:
+    async def _sources(self, ref: Ref, *, wait: bool) -> list[int]:
         """The peers to ask, in any order: those of this host, else of other hosts; subscribers before the publisher.
 
-        None while a subscriber of this host fetches the version, as it will lend it. Without `wait`, all that have it.
+        None while a subscriber of this host fetches the version, as it will lend it. That is one that has begun, else
+        the first of those that want it: it says that it begins, and looks again. Without `wait`, all that have it.
         """
-        having = [rank for rank, member in members.items() if ref.id in member.has and rank != self.rank]
-        random.shuffle(having)
-        if not wait:
-            return having
-        near = [rank for rank in having if members[rank].host == self.member.host]
-        if not near:
-            for rank, member in members.items():
-                if member.gets == ref.id and member.host == self.member.host and rank < self.rank:
-                    return []
-        found = near or having
+        for begins in (False, True):
+            await self.tell(gets=-ref.id if begins else ref.id)
+            members = await members_of(self.view)
+            having = [rank for rank, member in members.items() if ref.id in member.has and rank != self.rank]
+            here = {rank: member for rank, member in members.items() if member.host == self.member.host}
+            random.shuffle(having)
+            if not wait:
+                return having
+            found = having
+            if near := [rank for rank in having if rank in here]:
+                found = near
+                break
+            if any(
+                (rank < self.rank and abs(member.gets) == ref.id) or (member.gets == -ref.id and not begins)
+                for rank, member in here.items()
+                if rank != self.rank
+            ):
+                return []
         return [rank for rank in found if members[rank].subscribes] or found
 
     async def _fetch_from(self, rank: int, ref: Ref, base: Stage | None) -> Stage:

@@ -101,6 +101,36 @@ async def test_late_subscribers_cost_the_trainer_nothing(store, monkeypatch, hos
         assert publisher.bytes_given == 4 * MIB
 
 
+async def test_who_comes_later_waits_for_the_one_of_its_host_that_fetches(store, monkeypatch):
+    """It has the lower rank, and would go first if both wanted the version at once."""
+    on_hosts(monkeypatch, "trainer", "server", "server")
+    sources, fetch_from = peers.Peer._sources, peers.Peer._fetch_from
+    fetching, looked = asyncio.Event(), asyncio.Event()
+
+    async def look(peer, ref, *, wait):
+        if peer.rank == 1:
+            await fetching.wait()
+        found = await sources(peer, ref, wait=wait)
+        if peer.rank == 1:
+            looked.set()
+        return found
+
+    async def fetch(peer, *arguments):
+        fetching.set()
+        await looked.wait()
+        return await fetch_from(peer, *arguments)
+
+    monkeypatch.setattr(peers.Peer, "_sources", look)
+    monkeypatch.setattr(peers.Peer, "_fetch_from", fetch)
+    async with weights.publish("policy", store=store) as publisher, serving(store.clone(), {}):
+        await joined(store, 2)
+        async with serving(store.clone(), {}):
+            await joined(store, 3)
+            await publisher.commit(1, big(1))
+            await weights.wait_ready("policy", 1, count=2, store=store, timeout=10)
+            assert publisher.bytes_given == 4 * MIB
+
+
 async def test_one_subscriber_of_a_host_fetches_and_the_others_get_it_from_that_one(store, monkeypatch):
     on_hosts(monkeypatch, "trainer", *["server"] * 4)
     async with weights.publish("policy", store=store) as publisher, contextlib.AsyncExitStack() as stack:
@@ -263,23 +293,25 @@ async def test_commits_leave_no_descriptors_and_no_memory(store, monkeypatch, ho
 @pytest.mark.parametrize(
     ("members", "near", "wait", "asked"),
     [
-        ({1: ("a", -1, True)}, "a", True, {1}),
-        ({1: ("a", -1, True), 2: ("a", 7, True)}, "a", True, {2}),
-        ({1: ("a", -1, True), 2: ("b", 7, True)}, "a", True, {1}),
-        ({1: ("b", -1, True), 2: ("b", 7, True), 3: ("c", 0, True)}, "a", True, {2, 3}),
-        ({1: ("b", -1, True), 2: ("a", 7, False)}, "a", True, set()),
-        ({1: ("b", -1, True), 2: ("a", 7, False)}, "a", False, {1}),
-        ({1: ("b", -1, True), 9: ("a", 7, False)}, "a", True, {1}),
-        ({1: ("b", -1, True), 2: ("b", 7, True)}, "a", False, {1, 2}),
+        ({1: ("a", -1, 0)}, "a", True, {1}),
+        ({1: ("a", -1, 0), 2: ("a", 7, 0)}, "a", True, {2}),
+        ({1: ("a", -1, 0), 2: ("b", 7, 0)}, "a", True, {1}),
+        ({1: ("b", -1, 0), 2: ("b", 7, 0), 3: ("c", 0, 0)}, "a", True, {2, 3}),
+        ({1: ("b", -1, 0), 2: ("a", 7, 3)}, "a", True, set()),
+        ({1: ("b", -1, 0), 2: ("a", 7, -3)}, "a", True, set()),
+        ({1: ("b", -1, 0), 2: ("a", 7, 3)}, "a", False, {1}),
+        ({1: ("b", -1, 0), 9: ("a", 7, 3)}, "a", True, {1}),
+        ({1: ("b", -1, 0), 9: ("a", 7, -3)}, "a", True, set()),
+        ({1: ("b", -1, 0), 9: ("a", 7, -2)}, "a", True, {1}),
+        ({1: ("b", -1, 0), 2: ("b", 7, 0)}, "a", False, {1, 2}),
     ],
 )
 async def test_whom_a_subscriber_asks(store, members, near, wait, asked):
-    """Members: host, what is served (-1: a publisher), whether it has the version, or fetches it. Ours is rank 5."""
+    """Members: host, what is served (-1: a publisher), what it wants or fetches (0: it has it). Ours is rank 5."""
     async with weights.publish("policy", store=store) as publisher:
         asking = publisher._peer
         asking.rank, asking.member = 5, asking.member._replace(host=near)
-        known = {
-            rank: Member("", host, b"", (3,) if has else (), 0 if has else 3, serves)
-            for rank, (host, serves, has) in members.items()
-        }
-        assert set(asking._sources(known, Ref(3, 1, b"", 1, ""), wait=wait)) == asked
+        for rank, (host, serves, gets) in members.items():
+            member = Member("", host, b"", () if gets else (3,), gets, serves)
+            await asking.view.set(f"members/{rank}", member.pack())
+        assert set(await asking._sources(Ref(3, 1, b"", 1, ""), wait=wait)) == asked
