@@ -53,7 +53,7 @@ def test_who_waits_runs_the_loop(thread: CommunicationThread) -> None:
         assert complete(thread, who_runs, Context()) == get_ident()
         assert thread.call(get_ident) == get_ident()
     assert not thread.is_current()
-    assert not thread.loop.is_running()
+    wait_without_loop(lambda: not thread.loop.is_running())
 
 
 def test_what_nobody_waits_for_goes_on(thread: CommunicationThread) -> None:
