@@ -65,7 +65,7 @@ class Work(Generic[T]):
         return self._inner.where
 
     @property
-    def short(self) -> bool:
+    def _short(self) -> bool:
         """Whether it takes no longer, as a rule, than the communication thread may leave it alone."""
         return self._inner.nbytes <= SHORT_BYTES and self._inner.on_device is None
 

@@ -416,9 +416,8 @@ class Pairs:
 
     async def _tell_slow(self, slow: Sequence[PairWork]) -> None:
         """Say in the log whom these wait for and, of those that are shown, what the other rank does."""
-        says = {
-            work: info if isinstance(work, RecvWork) else warn for work in slow
-        }  # a server may wait long for clients
+        # A server may wait long for its clients.
+        says = {work: info if isinstance(work, RecvWork) else warn for work in slow}
         shown = [work.peer for work, say in says.items() if work.peer != ANY_SOURCE and (say is warn or shows_info())]
         does: dict[int, str] = {}
         try:

@@ -113,7 +113,7 @@ class CommunicationThread:
                 if done is None:  # it was no operation: to withdraw one, perhaps
                     self.progress_lock.owe_turn()
                 elif not done:
-                    self.progress_lock.owe(result if getattr(result, "short", False) else None)  # type: ignore[arg-type]
+                    self.progress_lock.owe(result if getattr(result, "_short", False) else None)  # type: ignore[arg-type]
                 return result
             finally:
                 self.progress_lock.give()
